@@ -28,7 +28,7 @@ ROOMS = {
     "fast_weight_layer": CONFIG | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.options"},
     # They only use a model's methods.
     "evaluation": {"torch", "fairseq_fwp.modules.layers"},
-    "tasks": CONFIG | {"fairseq_fwp.options"},
+    "tasks": CONFIG | {"fairseq_fwp.modules.layers", "fairseq_fwp.options"},
     "distillation": CONFIG | {"fairseq_fwp.evaluation", "fairseq_fwp.modules", "fairseq_fwp.options"},
     "synthetic": CONFIG | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.options"},
     "convert": PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches"},

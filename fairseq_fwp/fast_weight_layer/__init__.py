@@ -13,10 +13,8 @@ i < t, as in the paper's Eq. 1. The paper's last formula prints i <= t, where y_
 Positions do not wait for each other: one backward pass gives the gradients of all L_i. A sum of gradients of U or W is
 linear attention: its keys are the weight's inputs, its values the gradients of the weight's outputs (Eq. 2).
 
-The paper's L_t is the loss with the trained weights, so its gradient asks for the same step again after that step was
-taken. With gradients at "carried" weights, L_t is the loss with theta - alpha Delta, the weights at the start of the
-segment, as in dynamic evaluation. The gradient then vanishes once something is learned, and Delta can be kept longer.
-It costs one more product with Delta.
+With gradients at "carried" weights, L_t is instead the loss with theta - alpha Delta, the weights at the start of the
+segment, as in dynamic evaluation. Its gradient vanishes once something is learned, so that Delta can be kept longer.
 
 layer.py has f and its gradients, update.py the state and the update of f by gradients, initialization.py the identity
 at the start, model.py the language model.

@@ -1,7 +1,7 @@
 """The layer itself: f, the gradients of its losses in one backward pass, and f with the updated weights."""
 
 import math
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from fairseq_fwp.fast_weight_layer.update import (
 )
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax
 from fairseq_fwp.modules.attention.base import detach
-from fairseq_fwp.modules.layers import look_up
+from fairseq_fwp.modules.layers import check, look_up
 
 # Initial step sizes are from the public code (google-research, fwl); the paper does not give them. Neither gives an
 # initial gamma: here, a segment counts 9 tenths of the next one.
@@ -36,20 +36,9 @@ PACE = 30.0
 GRADIENTS_AT = ("trained", "carried")
 
 
-class Losses(NamedTuple):
-    """M positions with a loss: the inputs x (B, M, D) of U, and hidden = x U + a (B, M, F) with trained U, a.
-
-    targets, known: the tokens (B, M) that they predict, and whether position and token exist, (B, M) bool.
-    """
-
-    x: Tensor
-    hidden: Tensor
-    targets: Tensor
-    known: Tensor
-
-    def at(self, positions: slice) -> "Losses":
-        """Return the losses of some positions."""
-        return Losses(*(values[:, positions] for values in self))
+# M positions with a loss: the inputs (B, M, D) of U, and the hidden units (B, M, F) with trained U and a. Then the
+# tokens (B, M) that they predict, and whether position and token exist, (B, M) bool.
+Losses: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class FastWeightLayer(nn.Module):
@@ -60,13 +49,10 @@ class FastWeightLayer(nn.Module):
     fast_weights: a key of FAST_WEIGHTS; bias_entries: with "softmax-bias", the number of entries of that bias;
     gradients_at: one of GRADIENTS_AT, "trained" in the paper;
     step_size, decay: one fixed number for all weights, instead of a learned one for each;
-    divide_gradients_by: a divisor; 1 in the paper.
+    divide_gradients_by: a divisor; 1 in the paper, the number of losses in the batch in its public code.
 
-    The public code of the paper divides by the number of losses in the batch. A divisor equal to the tokens in a
-    training batch does the same in training, and then steps in evaluation do not depend on its batches.
-
-    Raises ValueError for an identity with fewer than 2 D hidden units, and for a random start with a map, which only
-    the identity uses. Also for a divisor not above 0, a step size below 0 or a decay outside [0, 1].
+    Raises ValueError for numbers out of their ranges, an identity with fewer than 2 D hidden units, and a random start
+    with a map, which only the identity uses.
     """
 
     def __init__(
@@ -83,23 +69,20 @@ class FastWeightLayer(nn.Module):
         random_start: bool = False,
     ) -> None:
         super().__init__()
-        if random_start and map_inputs:
-            raise ValueError(
-                "`map_inputs` must be off with `random_start`, got on: the map needs a start as the identity"
-            )
-        if hidden_dim < 2 * embed_dim and not random_start:
-            raise ValueError(
-                f"`hidden_dim` must be at least {2 * embed_dim}, got {hidden_dim}: a layer that starts as the identity "
-                "needs two units for each feature"
-            )
-        if not 0 < divide_gradients_by < math.inf:
-            raise ValueError(f"`divide_gradients_by` must be above 0, got {divide_gradients_by}")
-        if step_size is not None and not 0 <= step_size < math.inf:
-            raise ValueError(f"`step_size` must be at least 0, got {step_size}")
-        if decay is not None and not 0 <= decay <= 1:
-            raise ValueError(f"`decay` must be in [0, 1], got {decay}")
-        if gradients_at not in GRADIENTS_AT:
-            raise ValueError(f"`gradients_at` must be one of {', '.join(GRADIENTS_AT)}, got {gradients_at!r}")
+        check(
+            not (random_start and map_inputs),
+            "`map_inputs` must be off with `random_start`, got on: the map needs a start as the identity",
+        )
+        check(
+            hidden_dim >= 2 * embed_dim or random_start,
+            f"`hidden_dim` must be at least {2 * embed_dim}, got {hidden_dim}: a layer that starts as the identity "
+            "needs two units for each feature",
+        )
+        check(0 < divide_gradients_by < math.inf, f"`divide_gradients_by` must be above 0, got {divide_gradients_by}")
+        check(step_size is None or 0 <= step_size < math.inf, f"`step_size` must be at least 0, got {step_size}")
+        check(decay is None or 0 <= decay <= 1, f"`decay` must be in [0, 1], got {decay}")
+        known = ", ".join(GRADIENTS_AT)
+        check(gradients_at in GRADIENTS_AT, f"`gradients_at` must be one of {known}, got {gradients_at!r}")
         self.inputs = nn.Linear(embed_dim, embed_dim) if map_inputs else None
         self.first = nn.Linear(embed_dim, hidden_dim)
         self.second = nn.Linear(hidden_dim, embed_dim)
@@ -138,8 +121,7 @@ class FastWeightLayer(nn.Module):
         mean (D,), covariance (D, D): of the features; of_gradients (D, D): second moments of the loss's gradients by
         the features. Raises ValueError for a layer without the map.
         """
-        if self.inputs is None:
-            raise ValueError("`map_inputs` must be on to whiten inputs, got a layer without the map")
+        check(self.inputs is not None, "`map_inputs` must be on to whiten inputs, got a layer without the map")
         keys, basis = white_bases(covariance, of_gradients)
         be_identity(self, keys.to(mean), basis.to(mean), mean)
 
@@ -154,28 +136,26 @@ class FastWeightLayer(nn.Module):
     ) -> tuple[Tensor, FastWeightLayerState]:
         """Return y (B, L, D + bias_entries) for features x (B, L, D) after the tokens (B, L), and the new state.
 
-        The last bias_entries of the features are added to the entries of the softmax's bias.
-
-        state: after earlier tokens, None = no earlier tokens. padding (B, L): True at padding.
-        same_segment: the tokens continue the segment of the state; otherwise they start the next one.
+        The last bias_entries are added to the entries of the softmax's bias. state: after earlier tokens, None = none.
+        padding (B, L): True at padding. same_segment: the tokens continue the segment of the state, else the next one.
         """
         slots = x if state is None else torch.cat([state.pending.unsqueeze(1).to(x.dtype), x], 1)
         inputs = slots if self.inputs is None else self.inputs(slots)
         hidden = self.first(inputs)
-        losses = Losses(inputs[:, :-1], hidden[:, :-1], *_targets(tokens, padding, state))
+        losses = (inputs[:, :-1], hidden[:, :-1], *_targets(tokens, padding, state))
         update: dict[str, Tensor] = {} if state is None else state.update
-        if state is None:
+        if state is None or same_segment:
             history = self._differentiate(losses, softmax, update)
-        elif same_segment:
-            found = self._differentiate(losses, softmax, update)
-            history = {part: state.history[part].then(new) for part, new in found.items()}
+            if state is not None:
+                history = {part: state.history[part].then(new) for part, new in history.items()}
         else:
             # The last loss of the previous segment needs the first token of this one.
-            last = self._differentiate(losses.at(slice(1)), softmax, update)
+            of_last, of_rest = zip(*(part.tensor_split([1], 1) for part in losses), strict=True)
+            last = self._differentiate(of_last, softmax, update)
             whole = {part: state.history[part].then(detach(new)) for part, new in last.items()}
             with torch.autocast(x.device.type, enabled=False):
                 update = end_segment(update, whole, self.decays())
-            history = self._differentiate(losses.at(slice(1, None)), softmax, update)
+            history = self._differentiate(of_rest, softmax, update)
         new = slots.shape[1] - x.shape[1]
         fast = Update(self.step_sizes(), update, history)
         y = self._apply_above(hidden[:, new:] + fast.of_layer("first", inputs[:, new:]), fast)[-1]

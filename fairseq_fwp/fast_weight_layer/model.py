@@ -1,12 +1,12 @@
 """The language model `fwp_fwl_lm`: another language model with a fast weight layer on top.
 
 The layer learns from a token when the token after it is read. So scoring, training and decoding are those of the models
-below it. A "state" is the state of the model below together with the updates that the layer has learned.
+below it. The state of the layer is the last one of the decoder's layers.
 """
 
 import logging
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from fairseq.dataclass import ChoiceEnum
@@ -21,14 +21,8 @@ from fairseq_fwp.models.attention_options import by_argument, construct
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
-from fairseq_fwp.models.language_model import fill_in_defaults, forgets_segments
-from fairseq_fwp.modules.adaptive_softmax import (
-    AdaptiveInput,
-    AdaptiveSoftmax,
-    ProjectedAdaptiveSoftmax,
-    TiedAdaptiveSoftmax,
-)
-from fairseq_fwp.modules.attention.base import detach, reorder, reset
+from fairseq_fwp.models.language_model import fill_in_defaults
+from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax
 from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
@@ -79,66 +73,20 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
     )
 
 
-class ShiftedSoftmax(AdaptiveSoftmax):
-    """An adaptive softmax of features (..., D + shift_entries), which end with shifts of all biases at a position.
+class FwlState:
+    """The state of a decoder and a fast weight layer in earlier checkpoints; now the layer's is the last of all."""
 
-    For "bias only" of Clark et al. 2022 (Table 2), where tokens change the output softmax's bias.
-    """
-
-    @property
-    def shift_entries(self) -> int:
-        """The number of shifts: V + the number of clusters."""
-        return self.bounds[-1] + len(self.bounds) - 2
-
-    def _head(self, flat: Tensor) -> Tensor:
-        head = super()._head(flat)  # words, with their shifts, and clusters
-        head[:, self.bounds[1] :] += flat[:, flat.shape[1] - (len(self.bounds) - 2) :]
-        return head
-
-    def _words(self, index: int, flat: Tensor) -> Tensor:
-        first = flat.shape[1] - self.shift_entries
-        return super()._words(index, flat) + flat[:, first + self.bounds[index] : first + self.bounds[index + 1]]
-
-    def _project(self, index: int, flat: Tensor) -> Tensor:
-        return super()._project(index, flat[:, : flat.shape[1] - self.shift_entries])
+    def __new__(cls, base: DecoderState, layer: FastWeightLayerState) -> DecoderState:  # type: ignore[misc]
+        return DecoderState((*base.layers, layer), base.positions)
 
 
-class ShiftedTiedSoftmax(ShiftedSoftmax, TiedAdaptiveSoftmax):
-    """A shifted softmax whose words share the weight of one embedding."""
-
-
-class ShiftedProjectedSoftmax(ShiftedSoftmax, ProjectedAdaptiveSoftmax):
-    """A shifted softmax tied to an `AdaptiveInput`."""
-
-
-def build_shifted_softmax(embedding: nn.Embedding | AdaptiveInput, cutoffs: list[int]) -> ShiftedSoftmax:
-    """Return the class that fits the embedding; cutoffs as in `AdaptiveSoftmax`, ignored for an `AdaptiveInput`."""
-    if isinstance(embedding, AdaptiveInput):
-        return ShiftedProjectedSoftmax(embedding)
-    return ShiftedTiedSoftmax(embedding, cutoffs)
-
-
-class FwlState(NamedTuple):
-    """The state of the model below, and of the fast weight layer."""
-
-    base: DecoderState
-    layer: FastWeightLayerState
-
-    def detach(self) -> "FwlState":
-        """Return the same values, detached from the graph."""
-        return FwlState(detach(self.base), detach(self.layer))
-
-    def reorder(self, new_order: Tensor) -> "FwlState":
-        """Return the rows new_order (B',) of the batch, as beam search selects them."""
-        return FwlState(reorder(self.base, new_order), reorder(self.layer, new_order))
-
-    def reset(self, rows: Tensor) -> "FwlState":
-        """Return the state, empty (as before the first token) in the rows (B,) bool of the batch that are True."""
-        return FwlState(reset(self.base, rows), reset(self.layer, rows))
-
-
-# A checkpoint in mid-epoch holds the state of its streams; earlier ones have the second name.
+# A checkpoint in mid-epoch holds the state of its streams.
 torch.serialization.add_safe_globals([FwlState, (FwlState, "fairseq_fwp.models.fwp_fwl_lm.FwlState")])
+
+
+def split(state: DecoderState | None) -> tuple[DecoderState | None, FastWeightLayerState | None]:
+    """Return the states of the decoder below the layer and of the layer; None = nothing read."""
+    return (None, None) if state is None else (DecoderState(state.layers[:-1], state.positions), state.layers[-1])
 
 
 class LearningDecoder(LanguageModelDecoder):
@@ -151,10 +99,19 @@ class LearningDecoder(LanguageModelDecoder):
         super().__init__(cfg, dictionary)
         self.packs_documents = False
         if cfg.fwl_fast_weights == "softmax-bias":
-            softmax = build_shifted_softmax(self.embed_tokens, self.adaptive_softmax.bounds[1:-1])
+            softmax = AdaptiveSoftmax(self.embed_tokens, self.adaptive_softmax.bounds[1:-1], shifted=True)
             self.adaptive_softmax = softmax.apply(initialize)
-        self.fast_weight_layer = build_layer(cfg, getattr(self.adaptive_softmax, "shift_entries", 0))
-        self.last_norm = last_norm(cfg)
+        dim, given = cfg.decoder_embed_dim, {"bias_entries": self.adaptive_softmax.shift_entries}
+        if cfg.fwl_hidden_dim is None:
+            given["hidden_dim"] = 4 * dim
+        options = by_argument(FwpFwlLanguageModelConfig, "fwl_")
+        self.fast_weight_layer = construct(FastWeightLayer, cfg, options, dim, **given).apply(initialize)
+        if self.fast_weight_layer.gradients_at == "carried":
+            self.needs_state["--fwl-gradients-at carried"] = "gradients are taken at the trained weights"
+        # The last normalisation, whose weights an identity layer takes over.
+        last = "layer_norm" if cfg.decoder_normalize_before else f"layers.{cfg.decoder_layers - 1}.final_layer_norm"
+        without = cfg.fwl_random_start or (cfg.decoder_normalize_before and cfg.no_decoder_final_norm)
+        self.last_norm = None if without else last
 
     def extract_inputs(self, tokens: Tensor, state: DecoderState | None = None) -> tuple[Tensor, DecoderState]:
         """Return the inputs (B, L, D) of the layer: the features of the decoder below, and its new state."""
@@ -163,19 +120,20 @@ class LearningDecoder(LanguageModelDecoder):
     def extract_features(
         self, tokens: Tensor, state: Any = None, last: int | None = None, first: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        x, base = self.extract_inputs(tokens, None if state is None else state.base)
-        y, layer = self._adapt(x, tokens, None if state is None else state.layer)
-        return y if last is None else y[:, y.shape[1] - last :], FwlState(base, layer)
+        base, layer = split(state)
+        x, base = self.extract_inputs(tokens, base)
+        y, layer = self._adapt(x, tokens, layer)
+        return y if last is None else y[:, y.shape[1] - last :], DecoderState((*base.layers, layer), base.positions)
 
     def step(self, tokens: Tensor, state: Any, start: int) -> tuple[Tensor, Any]:
-        x, base = super().step(tokens, None if state is None else state.base, start)
-        layer, pieces = None if state is None else state.layer, []
+        base, layer = split(state)
+        x, base = super().step(tokens, base, start)
+        pieces = []
         for begin, end in self.parts_of_segments(start, tokens.shape[1]):
             part = slice(begin - start, end - start)
             y, layer = self._adapt(x[:, part], tokens[:, part], layer, begin % self.sample_length > 0)
             pieces.append(y)
-        assert layer is not None
-        return torch.cat(pieces, 1), FwlState(base, layer)
+        return torch.cat(pieces, 1), DecoderState((*base.layers, layer), base.positions)
 
     def _adapt(
         self, x: Tensor, tokens: Tensor, state: FastWeightLayerState | None, same_segment: bool = False
@@ -217,21 +175,6 @@ class LearningDecoder(LanguageModelDecoder):
         return state_dict
 
 
-def build_layer(cfg: FwpFwlLanguageModelConfig, bias_entries: int) -> FastWeightLayer:
-    """Return the layer of the configuration. Raises ValueError that names the flag for an invalid one."""
-    options, dim = by_argument(FwpFwlLanguageModelConfig, "fwl_"), cfg.decoder_embed_dim
-    given = {"hidden_dim": 4 * dim} if cfg.fwl_hidden_dim is None else {}
-    layer: FastWeightLayer = construct(FastWeightLayer, cfg, options, dim, bias_entries=bias_entries, **given)
-    return layer.apply(initialize)
-
-
-def last_norm(cfg: FwpFwlLanguageModelConfig) -> str | None:
-    """Return the name of the last normalisation, whose weights an identity layer takes over; None if there is none."""
-    if cfg.fwl_random_start or (cfg.decoder_normalize_before and cfg.no_decoder_final_norm):
-        return None
-    return "layer_norm" if cfg.decoder_normalize_before else f"layers.{cfg.decoder_layers - 1}.final_layer_norm"
-
-
 class FwlDecoder(LearningDecoder, FwpDecoder):
     """A fast weight layer on the decoder of `fwp_lm`."""
 
@@ -257,17 +200,6 @@ class FwpFwlLanguageModel(FwpLanguageModel, FwpXlLanguageModel):
     config = FwpFwlLanguageModelConfig
 
     @classmethod
-    def build_model(cls, cfg: FwpFwlLanguageModelConfig, task: Any) -> "FwpFwlLanguageModel":
-        """Build the model; warn if no weights are carried. Raises ValueError for an invalid configuration."""
-        model: FwpFwlLanguageModel = super().build_model(cfg, task)
-        if model.decoder.fast_weight_layer.gradients_at == "carried" and forgets_segments(task):
-            logger.warning(
-                "--fwl-gradients-at carried has no effect without --task fwp_language_modeling --carry-state: "
-                "gradients are taken at the trained weights"
-            )
-        return model
-
-    @classmethod
     def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of a model that can be below the layer, with the layer added."""
         base = ARCH_MODEL_NAME_REGISTRY.get(saved.get("_name"))
@@ -279,7 +211,6 @@ class FwpFwlLanguageModel(FwpLanguageModel, FwpXlLanguageModel):
 
     @classmethod
     def unused_flags(cls, cfg: FwpFwlLanguageModelConfig) -> list[str]:
-        """Return the options that are not at their defaults and that neither the layer nor the model below uses."""
         used = {option.name for shared in (DecoderConfig, BASES[str(cfg.fwl_base)].config) for option in fields(shared)}
         others = [option for model in BASES.values() for option in fields(model.config) if option.name not in used]
         unused = [option.name for option in others if getattr(cfg, option.name) != option.default]

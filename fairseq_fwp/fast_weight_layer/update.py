@@ -120,10 +120,9 @@ def causal_sum(
 ) -> Tensor:
     """Return out_t = sum over i < M - L + 1 + t of (scale q_t . k_i + offset) v_i; the last query sees all keys.
 
-    For M = L, scale 1 and offset 0 this is `ops.sum_rule` with one head. That operator visits a Dk x Dv memory L times,
-    which suits heads. Here the memory is a weight matrix, often larger than L x L scores, and sums are matrix products.
-    These are scores within a chunk, and the sum of all keys and values before it. This is the linear part of the mixed
-    chunk attention of Hua et al. 2022, arXiv 2202.10447, Sec. 3.2. It is exact, and differentiable any number of times.
+    For M = L, scale 1 and offset 0 this is `ops.sum_rule` with one head, which visits a Dk x Dv memory L times. Here
+    the memory is a weight matrix, often larger than L x L scores. So these are scores within a chunk, and the sum of
+    what is before it: the linear part of the mixed chunk attention of Hua et al. 2022, arXiv 2202.10447, Sec. 3.2.
 
     Queries q (B, L, Dk), keys k (B, M, Dk), values v (B, M, Dv), numbers scale and offset -> (B, L, Dv); M at least
     L - 1.

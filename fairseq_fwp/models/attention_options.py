@@ -21,10 +21,10 @@ from typing import Any, Optional
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
-from fairseq_fwp.modules.attention.base import check_heads, check_key_dim
+from fairseq_fwp.modules.attention.base import size_of_keys
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, Division, SumNormalization
 from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS, FeatureMap
-from fairseq_fwp.modules.layers import look_up
+from fairseq_fwp.modules.layers import check, look_up
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
 
@@ -196,9 +196,7 @@ def build_attention(options: type, cfg: Any, name: str | None = None) -> Any:
     given = {"embed_dim": cfg.decoder_embed_dim, "num_heads": cfg.decoder_attention_heads}
     if "feature_map" in signature(kind).parameters:
         with naming_flags(names):
-            check_heads(**given)
-            key_dim = given["embed_dim"] // given["num_heads"] if cfg.decoder_key_dim is None else cfg.decoder_key_dim
-            check_key_dim(key_dim)
+            key_dim = size_of_keys(**given, key_dim=cfg.decoder_key_dim)
         given |= {"key_dim": key_dim, "feature_map": build_map(options, cfg, cfg.decoder_feature_map, key_dim)}
         given |= build_normalizations(cfg)
     return construct(kind, cfg, names, **given)
@@ -218,8 +216,8 @@ def build_normalizations(cfg: Any) -> dict[str, Any]:
     """Return sum and attention normalisation by the names of their arguments; None means off."""
     names = ("sum_normalization", "attention_normalization")
     built = {name: build_division(cfg, name) if getattr(cfg, name) else None for name in names}
-    if built["attention_normalization"] is None and getattr(cfg, "attention_normalization_read_out_only", False):
-        raise ValueError("--attention-normalization must be on with --attention-normalization-read-out-only, got off")
+    without = built["attention_normalization"] is None and getattr(cfg, "attention_normalization_read_out_only", False)
+    check(not without, "--attention-normalization must be on with --attention-normalization-read-out-only, got off")
     return built
 
 
@@ -241,7 +239,7 @@ def used_options(options: type, cfg: Any, kind: Any, feature_map: str, prefixes:
             used.update(arguments)
     # None for a checkpoint whose plug-in is not loaded.
     rule = UPDATE_RULES.get(getattr(cfg, names["update_rule"])) if "update_rule" in names else None
-    if rule and not (rule.retrieves or rule.normalizer):
+    if rule and not rule.retrieves:
         used.discard("attention_normalization_read_out_only")  # it only normalises its output in any case
     return used
 
@@ -249,11 +247,8 @@ def used_options(options: type, cfg: Any, kind: Any, feature_map: str, prefixes:
 def unused_options(options: type, cfg: Any, used: Iterable[set[str]]) -> list[str]:
     """Return the options of attention that are not at their defaults and that no attention uses."""
     known = ALWAYS_USED.union(*used)
-    return [
-        field.name
-        for field in fields(options)
-        if is_of_attention(field.name) and field.name not in known and getattr(cfg, field.name) != field.default
-    ]
+    others = (field for field in fields(options) if is_of_attention(field.name) and field.name not in known)
+    return [field.name for field in others if getattr(cfg, field.name) != field.default]
 
 
 def is_of_attention(name: str) -> bool:

@@ -15,18 +15,12 @@ from fairseq.models import FairseqIncrementalDecoder
 from omegaconf import II
 from torch import Tensor, nn
 
-from fairseq_fwp.models.attention_options import naming_flags
-from fairseq_fwp.modules.adaptive_softmax import (
-    AdaptiveInput,
-    AdaptiveSoftmax,
-    ProjectedAdaptiveSoftmax,
-    TiedAdaptiveSoftmax,
-    UntiedSoftmax,
-)
+from fairseq_fwp.models.attention_options import flag, naming_flags
+from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES
 from fairseq_fwp.modules.attention.base import detach, reorder, reset
-from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import DecoderLayer, Dropout, at_least_float32, faster_linear
+from fairseq_fwp.modules.feature_maps import resample
+from fairseq_fwp.modules.layers import DecoderLayer, Dropout, at_least_float32, check, faster_linear
 from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
@@ -94,15 +88,12 @@ class DecoderState(NamedTuple):
     positions: Tensor
 
     def detach(self) -> "DecoderState":
-        """The same values, detached from the graph."""
         return DecoderState(detach(self.layers), self.positions)
 
     def reorder(self, new_order: Tensor) -> "DecoderState":
-        """The rows new_order (B',) of the batch, as beam search selects them."""
         return DecoderState(reorder(self.layers, new_order), reorder(self.positions, new_order))
 
     def reset(self, rows: Tensor) -> "DecoderState":
-        """The state, empty (as before the first token) in the rows of the batch that are True. rows: (B,) bool."""
         return DecoderState(reset(self.layers, rows), reset(self.positions, rows))
 
 
@@ -123,7 +114,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
 
     packs_documents: whether `first` can be given, so that a segment holds several documents;
     carries_state: whether the size of the state has a bound;
-    half_loss: whether training scores only the second half of a segment.
+    half_loss: whether training scores only the second half of a segment;
+    needs_state: flags without effect if no state is carried over segments, and what happens then.
     """
 
     packs_documents = False
@@ -132,21 +124,39 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
 
     def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
         super().__init__(dictionary)
-        check_sizes(cfg)
+        for name in ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers"):
+            check(getattr(cfg, name) >= 1, f"{flag(name)} must be at least 1, got {getattr(cfg, name)}")
+        for name in ("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout"):
+            check_probability(name, getattr(cfg, name))
+        self.needs_state: dict[str, str] = {}
         self.padding_idx = dictionary.pad()
         self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
         cutoffs = read_cutoffs(cfg, len(dictionary))
-        self.embed_tokens = build_embedding(cfg, dictionary, cutoffs)
+        words, dim, pad = len(dictionary), cfg.decoder_embed_dim, dictionary.pad()
+        with naming_flags(OUTPUT_FLAGS):
+            self.embed_tokens: nn.Embedding | AdaptiveInput = (
+                nn.Embedding(words, dim, pad)
+                if cfg.div_val == 1
+                else AdaptiveInput(words, dim, cutoffs, cfg.div_val, pad)
+            )
         self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
         self.embed_positions = self.build_positions(cfg)
         self.sample_length = cfg.tokens_per_sample
         self.dropout = Dropout(cfg.dropout, self)
         self.layers = nn.ModuleList(
-            build_layer(cfg, self.build_attention(cfg, index)) for index in range(cfg.decoder_layers)
+            DecoderLayer(
+                self.build_attention(cfg, index),
+                cfg.decoder_embed_dim,
+                cfg.decoder_ffn_embed_dim,
+                utils.get_activation_fn(str(cfg.activation_fn)),
+                cfg.dropout,
+                cfg.activation_dropout,
+                cfg.decoder_normalize_before,
+            )
+            for index in range(cfg.decoder_layers)
         )
         # A state that does not grow with the text can be carried forever.
-        attentions: list[Any] = [layer.self_attn for layer in self.layers]
-        self.carries_state = all(attention.constant_state for attention in attentions)
+        self.carries_state = all(attention.constant_state for attention in self.attentions)
         final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
         self.layer_norm = nn.LayerNorm(cfg.decoder_embed_dim) if final_norm else None
         # Without cutoffs too, so that the criterion adaptive_loss always works.
@@ -154,6 +164,11 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.apply(initialize)
         self.final_dropout: nn.Module = nn.Identity()
         self.layer_positions: nn.ModuleList | None = None  # added to the inputs of each layer (Al-Rfou et al. 2019)
+
+    @property
+    def attentions(self) -> list[Any]:
+        """The attention of each layer."""
+        return [layer.self_attn for layer in self.layers]
 
     def forward(
         self,
@@ -167,16 +182,12 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return features (B, L, D) of prev_output_tokens (B, L) for the adaptive softmax, and the new "state".
 
-        state, first: as in `extract_features`; `first` cannot be used with an incremental_state.
-
-        With an incremental_state, the state is kept there from the first call on. prev_output_tokens is then the whole
-        prefix, as fairseq passes it. Only its new tokens are read; the first value is their log-probabilities (B, L,
-        V). (fairseq looks for "attn" in the second value.)
+        state, first: as in `extract_features`. With an incremental_state, which keeps the state from the first call on,
+        prev_output_tokens is the whole prefix, as fairseq passes it, and `first` has no effect. Only new tokens are
+        read; the first value is their log-probabilities (B, L, V). (fairseq looks for "attn" in the second value.)
         """
         if self.training:
-            for module in self.modules():
-                if isinstance(module, FeatureMap):
-                    module.resample()
+            resample(self)
         if incremental_state is None:
             x, state = self.extract_features(prev_output_tokens, state, first=first)
         else:
@@ -257,10 +268,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         return scores if log_probs else scores.exp()
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """Return the features in float32 or wider; the criterion or `get_normalized_probs` applies the softmax.
-
-        fairseq's adaptive_loss sums the loss of a batch in their dtype, which overflows in fp16.
-        """
+        # The criterion applies the softmax. fairseq's adaptive_loss sums losses in their dtype: fp16 would overflow.
         return at_least_float32(features)
 
     def max_positions(self) -> int:
@@ -275,40 +283,13 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
             self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Return the numbers kept of a sequence of `length` tokens, or of such segments if the state is carried.
-
-        Counted as in Schlag et al. 2021, Table 4.
-        """
-        attentions: list[Any] = [layer.self_attn for layer in self.layers]
-        return sum(attention.state_size(length, carried) for attention in attentions)
-
-
-def check_sizes(cfg: DecoderConfig) -> None:
-    """Raise ValueError for a size below 1 or an invalid probability."""
-    for name in ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
-    for name in ("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout"):
-        check_probability(name, getattr(cfg, name))
+        """Return the numbers in the state, see `Attention`; counted as in Schlag et al. 2021, Table 4."""
+        return sum(attention.state_size(length, carried) for attention in self.attentions)
 
 
 def check_probability(name: str, value: float) -> None:
     """Raise ValueError that names the option unless its value is a probability."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1], got {value}")
-
-
-def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:
-    """One decoder layer of the configuration around the attention."""
-    return DecoderLayer(
-        attention,
-        cfg.decoder_embed_dim,
-        cfg.decoder_ffn_embed_dim,
-        utils.get_activation_fn(str(cfg.activation_fn)),
-        dropout=cfg.dropout,
-        activation_dropout=cfg.activation_dropout,
-        normalize_before=cfg.decoder_normalize_before,
-    )
+    check(0 <= value <= 1, f"{flag(name)} must be in [0, 1], got {value}")
 
 
 def read_cutoffs(cfg: DecoderConfig, vocab_size: int) -> list[int]:
@@ -318,40 +299,26 @@ def read_cutoffs(cfg: DecoderConfig, vocab_size: int) -> list[int]:
         cutoffs = [int(cutoff) for cutoff in text.split(",") if cutoff.strip()]
     except ValueError:
         raise ValueError(f"--adaptive-softmax-cutoff must be whole numbers such as 20000,40000, got {text!r}") from None
-    kept = [cutoff for cutoff in cutoffs if cutoff < vocab_size]
-    if len(kept) < len(cutoffs):
-        logger.info(
-            "adaptive softmax: dropped cutoffs %s, beyond the vocabulary of %d words",
-            ",".join(str(cutoff) for cutoff in cutoffs if cutoff not in kept),
-            vocab_size,
-        )
-    return kept
-
-
-def build_embedding(cfg: DecoderConfig, dictionary: Any, cutoffs: list[int]) -> nn.Embedding | AdaptiveInput:
-    """The word embeddings of the configuration."""
-    if cfg.div_val == 1:
-        return nn.Embedding(len(dictionary), cfg.decoder_embed_dim, dictionary.pad())
-    with naming_flags(OUTPUT_FLAGS):
-        return AdaptiveInput(len(dictionary), cfg.decoder_embed_dim, cutoffs, cfg.div_val, dictionary.pad())
+    dropped = [cutoff for cutoff in cutoffs if cutoff >= vocab_size]
+    if dropped:
+        names = ",".join(map(str, dropped))
+        logger.info(f"adaptive softmax: dropped cutoffs {names}, beyond the vocabulary of {vocab_size} words")
+    return [cutoff for cutoff in cutoffs if cutoff < vocab_size]
 
 
 def build_adaptive_softmax(
     cfg: DecoderConfig, embed_tokens: nn.Embedding | AdaptiveInput, cutoffs: list[int]
 ) -> AdaptiveSoftmax:
     """The output layer over the embeddings. Raises ValueError for untied output vectors with clusters."""
-    if str(cfg.output_layer) == "untied":
-        if cutoffs or isinstance(embed_tokens, AdaptiveInput):
-            raise ValueError(
-                "--output-layer untied must be left out with --adaptive-softmax-cutoff or --div-val, because it has a "
-                "plain softmax: choose biased or tied"
-            )
-        return UntiedSoftmax(embed_tokens)
-    biased, dropout = str(cfg.output_layer) == "biased", cfg.adaptive_softmax_dropout
-    if isinstance(embed_tokens, AdaptiveInput):
-        return ProjectedAdaptiveSoftmax(embed_tokens, biased=biased, dropout=dropout)
+    kind = str(cfg.output_layer)
+    check(
+        kind != "untied" or not (cutoffs or isinstance(embed_tokens, AdaptiveInput)),
+        "--output-layer untied must be left out with --adaptive-softmax-cutoff or --div-val, because it has a plain "
+        "softmax: choose biased or tied",
+    )
+    dropout = 0.0 if kind == "untied" else cfg.adaptive_softmax_dropout
     with naming_flags(OUTPUT_FLAGS):
-        return TiedAdaptiveSoftmax(embed_tokens, cutoffs, biased=biased, dropout=dropout)
+        return AdaptiveSoftmax(embed_tokens, cutoffs, biased=kind == "biased", tied=kind != "untied", dropout=dropout)
 
 
 def initialize(module: nn.Module) -> None:

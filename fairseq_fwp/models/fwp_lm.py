@@ -23,7 +23,7 @@ from fairseq_fwp.models.decoder import DecoderConfig, LanguageModelDecoder, chec
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.layers import Dropout
+from fairseq_fwp.modules.layers import Dropout, check
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.options import option
 
@@ -56,12 +56,7 @@ class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
 class FwpLanguageModel(LanguageModel):
-    """A language model over fast weights; it works with fairseq's own tasks, criteria and commands.
-
-    Dropout: Schlag et al. 2021 (App. F) give "10%", and refer to their public code for details. Here --dropout is after
-    the embeddings and after each block (Vaswani et al. 2017, Sec. 5.4). Their code also has dropout after the
-    activation of the feed-forward block, --activation-dropout 0.1, and after the last layer, --final-dropout 0.1.
-    """
+    """A language model over fast weights; it works with fairseq's own tasks, criteria and commands."""
 
     config = FwpLanguageModelConfig
 
@@ -78,7 +73,6 @@ class FwpLanguageModel(LanguageModel):
 
     @classmethod
     def unused_flags(cls, cfg: FwpLanguageModelConfig) -> list[str]:
-        """The options that are not at their defaults and that no layer's attention uses."""
         options, kinds = FwpLanguageModelConfig, [ATTENTIONS[name] for name in set(layer_attentions(cfg))]
         used = (used_options(options, cfg, kind, cfg.decoder_feature_map) for kind in kinds)
         return unused_options(options, cfg, used)
@@ -97,17 +91,14 @@ class FwpDecoder(LanguageModelDecoder):
         super().__init__(cfg, dictionary)
         check_probability("final_dropout", cfg.final_dropout)
         self.final_dropout = Dropout(cfg.final_dropout, self)
-        attentions: list[Any] = [layer.self_attn for layer in self.layers]
-        self.packs_documents = all(attention.packs_documents for attention in attentions) and not cfg.positions_from_end
+        packs = all(attention.packs_documents for attention in self.attentions)
+        self.packs_documents = packs and not cfg.positions_from_end
 
     def build_positions(self, cfg: Any) -> nn.Module | None:
         if cfg.positions_from_end:
-            if cfg.no_token_positional_embeddings:
-                raise ValueError("--positions-from-end must be off with --no-token-positional-embeddings, got on")
-            if cfg.decoder_learned_pos:
-                raise ValueError(
-                    "--positions-from-end must be off with --decoder-learned-pos, got on: it is for sinusoids"
-                )
+            off = "--positions-from-end must be off with"
+            check(not cfg.no_token_positional_embeddings, f"{off} --no-token-positional-embeddings, got on")
+            check(not cfg.decoder_learned_pos, f"{off} --decoder-learned-pos, got on: it is for sinusoids")
             return VaswaniPositions(cfg.decoder_embed_dim, cfg.tokens_per_sample)
         if cfg.no_token_positional_embeddings:
             return None
@@ -124,15 +115,11 @@ def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:
     name, layers = attention_name(cfg), [str(index) for index in range(cfg.decoder_layers)]
     if cfg.softmax_layers is None:
         return [name] * len(layers)
-    if cfg.decoder_update_rule == SOFTMAX:
-        raise ValueError(
-            f"--softmax-layers must be left out with --decoder-update-rule softmax, got {cfg.softmax_layers!r}"
-        )
+    left_out = "--softmax-layers must be left out with --decoder-update-rule softmax"
+    check(cfg.decoder_update_rule != SOFTMAX, f"{left_out}, got {cfg.softmax_layers!r}")
     chosen = str(cfg.softmax_layers).split(",")  # a number if --model-overrides gives one
     # One spelling for the same layers: options of checkpoints are compared as text.
-    if [index for index in layers if index in chosen] != chosen:
-        raise ValueError(
-            f"--softmax-layers must be ascending numbers from 0 to {layers[-1]}, separated by commas, got "
-            f"{cfg.softmax_layers!r}"
-        )
+    ascending = [index for index in layers if index in chosen] == chosen
+    what = f"ascending numbers from 0 to {layers[-1]}, separated by commas"
+    check(ascending, f"--softmax-layers must be {what}, got {cfg.softmax_layers!r}")
     return [softmax_name(cfg) if index in chosen else name for index in layers]

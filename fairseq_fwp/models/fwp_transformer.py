@@ -32,10 +32,10 @@ from fairseq_fwp.models.attention_options import (
     used_options,
 )
 from fairseq_fwp.models.language_model import TrainedModel, warn_of_unused
-from fairseq_fwp.models.translation_layers import CrossAttention, FwpDecoderLayer, FwpEncoderLayer, SourceMemory
+from fairseq_fwp.models.translation_layers import FwpDecoderLayer, FwpEncoderLayer, SequenceAttention, SourceMemory
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX, LinearAttention
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, FeatureMap
-from fairseq_fwp.modules.layers import faster_linear
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
+from fairseq_fwp.modules.layers import check, faster_linear
 from fairseq_fwp.modules.positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
@@ -59,22 +59,20 @@ OF_TRAINING = re.compile("drop|quant_noise|embed_path|activations$|max_.*_positi
 class FwpTransformerModel(TrainedModel, TransformerModel):
     """A Transformer for translation over fast weights; it works with fairseq's own tasks, criteria and commands."""
 
+    config = FastWeightOptions
+
     def __init__(self, args: Any, encoder: "FwpTransformerEncoder", decoder: "FwpTransformerDecoder") -> None:
         super().__init__(args, encoder, decoder)
         # A tuple, so that they are not registered twice: they belong to the decoder.
-        encoder.readers = tuple(module for module in decoder.modules() if isinstance(module, CrossAttention))
+        encoder.readers = tuple(module for module in decoder.modules() if isinstance(module, SequenceAttention))
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
         """Add fairseq's flags of a Transformer and ours; choices are the current entries of the tables."""
         super().add_args(parser)
         maps = [SOFTMAX, *FEATURE_MAPS]
-        choices = {
-            "decoder_update_rule": [SOFTMAX, *UPDATE_RULES],
-            "decoder_feature_map": FEATURE_MAPS,
-            "encoder_feature_map": maps,
-            "cross_feature_map": maps,
-        }
+        choices = {"decoder_update_rule": [SOFTMAX, *UPDATE_RULES], "decoder_feature_map": FEATURE_MAPS}
+        choices |= {"encoder_feature_map": maps, "cross_feature_map": maps}
         add_choices(parser, FastWeightOptions, choices)
         gen_parser_from_dataclass(parser, FastWeightOptions(), delete_default=True)  # skips flags that exist already
 
@@ -88,25 +86,27 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
 
     @classmethod
     def unused_flags(cls, args: Any) -> list[str]:
-        """The options that are not at their defaults and that no attention of this configuration uses."""
         found = unused_options(FastWeightOptions, args, linear_attentions(args))
         uses_softmax = len(linear_attentions(args)) < 3
         return [*found, "attention_dropout"] if args.attention_dropout and not uses_softmax else found
 
     @classmethod
     def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return fairseq's options of a Transformer and ours: these settings, and defaults for the others."""
         args = Namespace(**settings)
         base_architecture(args)
         transformer_architecture(args)
         cfg = TransformerConfig.from_namespace(args)
-        return {name: getattr(cfg, name) for name in option_names()}
+        names = []
+        for field in fields(TransformerConfig):  # those of a nested configuration have the names of their flags
+            inner = fields(field.default) if is_dataclass(field.default) else ()
+            names += [f"{field.name}_{part.name}" for part in inner] or [field.name]
+        names += [field.name for field in fields(FastWeightOptions)]
+        return {name: getattr(cfg, name) for name in names if "_name" not in name}
 
     @classmethod
     def same_function(cls, name: str) -> bool:
-        """Return whether the option's field says so, or for fairseq's options the name."""
-        ours = FastWeightOptions.__dataclass_fields__.get(name)
-        return bool(ours.metadata.get("same_function")) if ours else bool(OF_TRAINING.search(name))
+        ours = name in FastWeightOptions.__dataclass_fields__
+        return super().same_function(name) if ours else bool(OF_TRAINING.search(name))
 
     @classmethod
     def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
@@ -117,16 +117,21 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
 
     @classmethod
     def build_encoder(cls, cfg: Any, src_dict: Any, embed_tokens: nn.Embedding) -> "FwpTransformerEncoder":
-        """The encoder of the configuration."""
         cfg = TransformerConfig.from_namespace(cfg)
-        check_options(cfg)
-        return FwpTransformerEncoder(cfg, src_dict, embed_tokens)
+        softmax = "--decoder-update-rule must be softmax with --cross-self-attention"
+        check(has_softmax(cfg) or not cfg.cross_self_attention, f"{softmax}, got {cfg.decoder_update_rule}")
+        no_noise = "--quant-noise-pq must be 0 unless all three attentions are softmax"
+        check(cfg.quant_noise.pq <= 0 or not linear_attentions(cfg), f"{no_noise}, got {cfg.quant_noise.pq}")
+        encoder = FwpTransformerEncoder(cfg, src_dict, embed_tokens)
+        count_positions(encoder, cfg.encoder.learned_pos, embed_tokens.embedding_dim)
+        return encoder
 
     @classmethod
     def build_decoder(cls, cfg: Any, tgt_dict: Any, embed_tokens: nn.Embedding) -> "FwpTransformerDecoder":
-        """The decoder of the configuration."""
         cfg = TransformerConfig.from_namespace(cfg)
-        return FwpTransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+        decoder = FwpTransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+        count_positions(decoder, cfg.decoder.learned_pos, decoder.embed_dim)
+        return decoder
 
     @property
     def full_context_alignment(self) -> bool:
@@ -134,20 +139,18 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
 
         Raises ValueError when an alignment is requested and the model was not prepared to return the weights.
         """
-        if not all(reader.gives_weights for reader in self.encoder.readers):
-            raise ValueError(
-                "the model must be prepared to return attention weights for alignments: generate with "
-                "--print-alignment, or call make_generation_fast_(need_attn=True) first"
-            )
+        check(
+            all(reader.gives_weights for reader in self.encoder.readers),
+            "the model must be prepared to return attention weights for alignments: generate with --print-alignment, "
+            "or call make_generation_fast_(need_attn=True) first",
+        )
         return bool(self.encoder.readers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run fairseq's forward pass; in training, first draw random feature maps again, once a mini-batch."""
         if not self.training:
             return super().forward(*args, **kwargs)
-        for module in self.modules():
-            if isinstance(module, FeatureMap):
-                module.resample()
+        resample(self)
         # Batches repeat in every epoch, and so do their numbers of rows.
         with faster_linear(device=next(self.parameters()).device):
             return super().forward(*args, **kwargs)
@@ -157,24 +160,15 @@ class FwpTransformerEncoder(TransformerEncoderBase):
     """fairseq's encoder with `FwpEncoderLayer`s.
 
     readers: the decoder's linear attentions to the source. In generation the encoder returns their states instead of a
-    vector for every token of the source. The cost of a hypothesis, and of copies in beam search, is then independent of
-    the length of the source.
+    vector for every token, so that the cost of a hypothesis is independent of the length of the source.
     """
 
-    readers: tuple[CrossAttention, ...] = ()
-
-    def __init__(self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Embedding) -> None:
-        super().__init__(cfg, dictionary, embed_tokens)
-        self.embed_positions: nn.Module | None = count_positions(
-            self.embed_positions, cfg.encoder.learned_pos, self.padding_idx, embed_tokens.embedding_dim
-        )
+    readers: tuple[SequenceAttention, ...] = ()
 
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
-        """One layer of the configuration."""
         return wrap(FwpEncoderLayer(cfg, return_fc=self.return_fc), cfg)
 
     def forward_torchscript(self, net_input: dict[str, Tensor]) -> dict[str, list[Any]]:
-        """Return the encoder's output for fairseq's generator."""
         out = super().forward_torchscript(net_input)
         if not self.readers:
             return out
@@ -183,7 +177,6 @@ class FwpTransformerEncoder(TransformerEncoderBase):
         return {name: [memory] if name == "encoder_out" else [] for name in out}
 
     def reorder_encoder_out(self, encoder_out: dict[str, list[Any]], new_order: Tensor) -> dict[str, list[Any]]:
-        """The rows new_order (B',) of the batch, as beam search selects them."""
         (first,) = encoder_out["encoder_out"]
         if isinstance(first, SourceMemory):
             return {**encoder_out, "encoder_out": [first.reorder(new_order)]}
@@ -193,37 +186,17 @@ class FwpTransformerEncoder(TransformerEncoderBase):
 class FwpTransformerDecoder(TransformerDecoderBase):
     """fairseq's decoder with `FwpDecoderLayer`s. Fast weights need no mask, so no (L, L) mask is made."""
 
-    def __init__(self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Embedding, **options: Any) -> None:
-        super().__init__(cfg, dictionary, embed_tokens, **options)
-        self.embed_positions: nn.Module | None = count_positions(
-            self.embed_positions, cfg.decoder.learned_pos, self.padding_idx, self.embed_dim
-        )
-
     def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
-        """One layer of the configuration."""
         return wrap(FwpDecoderLayer(cfg, no_encoder_attn), cfg)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:
         """Return a mask (L, L) for softmax attention; None for fast weights, which cannot see the future."""
         return super().buffered_future_mask(tensor) if has_softmax(self.cfg) else None
 
-    def extract_features(
-        self,
-        prev_output_tokens: Tensor,
-        encoder_out: dict[str, list[Any]] | None = None,
-        incremental_state: dict[str, Any] | None = None,
-        full_context_alignment: bool = False,
-        alignment_layer: int | None = None,
-        alignment_heads: int | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return features (B, L, D) of prev_output_tokens (B, L); with an incremental_state, only of the last token."""
-        if full_context_alignment and not has_softmax(self.cfg):
-            raise ValueError(
-                "--decoder-update-rule must be softmax for alignments with the full context, got a fast weight rule"
-            )
-        return super().extract_features(
-            prev_output_tokens, encoder_out, incremental_state, full_context_alignment, alignment_layer, alignment_heads
-        )
+    def extract_features(self, *args: Any, full_context_alignment: bool = False, **kwargs: Any) -> Any:
+        softmax = "--decoder-update-rule must be softmax for alignments with the full context"
+        check(has_softmax(self.cfg) or not full_context_alignment, f"{softmax}, got a fast weight rule")
+        return super().extract_features(*args, full_context_alignment=full_context_alignment, **kwargs)
 
 
 def wrap(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
@@ -233,31 +206,10 @@ def wrap(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
 
-def count_positions(positions: nn.Module | None, learned: bool, padding_idx: int, embed_dim: int) -> nn.Module | None:
-    """Return sinusoidal positions that count tokens as we do; learned positions stay fairseq's."""
-    return positions if positions is None or learned else CountedPositions(embed_dim, padding_idx)
-
-
-def check_options(cfg: TransformerConfig) -> None:
-    """Raise ValueError for options of fairseq's attention that the configured linear attention does not have."""
-    if cfg.cross_self_attention and not has_softmax(cfg):
-        raise ValueError(
-            f"--decoder-update-rule must be softmax with --cross-self-attention, got {cfg.decoder_update_rule}"
-        )
-    if cfg.quant_noise.pq > 0 and linear_attentions(cfg):
-        raise ValueError(
-            f"--quant-noise-pq must be 0 unless all three attentions are softmax, got {cfg.quant_noise.pq}"
-        )
-
-
-def option_names() -> list[str]:
-    """The options of the model; those of fairseq's nested configuration have the names of their flags."""
-    names = []
-    for field in fields(TransformerConfig):
-        nested: Any = field.default
-        inner = fields(nested) if is_dataclass(nested) else ()
-        names += [f"{field.name}_{part.name}" for part in inner] or [field.name]
-    return [name for name in (*names, *(field.name for field in fields(FastWeightOptions))) if "_name" not in name]
+def count_positions(coder: Any, learned: bool, embed_dim: int) -> None:
+    """Let the sinusoidal positions of an encoder or decoder count tokens as ours; learned positions stay fairseq's."""
+    if coder.embed_positions is not None and not learned:
+        coder.embed_positions = CountedPositions(embed_dim, coder.padding_idx)
 
 
 def has_softmax(cfg: Any) -> bool:

@@ -4,7 +4,6 @@ A call of the decoder reads one segment. Its "state" holds the `mem_len` newest 
 `detach()`, to the next segment, as in the paper.
 """
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +14,13 @@ from torch import Tensor, nn
 
 from fairseq_fwp.models.attention_options import SIZES, naming_flags
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
-from fairseq_fwp.models.language_model import LanguageModel, forgets_segments
+from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.attention.base import check_heads
 from fairseq_fwp.modules.attention.relative import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
+from fairseq_fwp.modules.layers import check
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions
 from fairseq_fwp.options import option
-
-logger = logging.getLogger(__name__)
 
 POSITIONS = ["relative", "shaw", "shaw_biased", "absolute", "layerwise"]
 # Positions that are added to the inputs of layers, and so cannot distinguish a segment from the one before.
@@ -58,34 +56,19 @@ class FwpXlLanguageModel(LanguageModel):
     config = FwpXlLanguageModelConfig
 
     @classmethod
-    def build_model(cls, cfg: FwpXlLanguageModelConfig, task: Any) -> "FwpXlLanguageModel":
-        """Build the model; warn if nothing fills the memory. Raises ValueError for an invalid configuration."""
-        model: FwpXlLanguageModel = super().build_model(cfg, task)
-        memory = getattr(model.decoder, "mem_len", 0)  # other models below a fast weight layer have none
-        if memory and forgets_segments(task):
-            logger.warning(
-                "--mem-len %d has no effect without --task fwp_language_modeling --carry-state: each segment starts "
-                "without a memory",
-                memory,
-            )
-        return model
-
-    @classmethod
     def build_decoder(cls, cfg: FwpXlLanguageModelConfig, dictionary: Any) -> "FwpXlDecoder":
         return FwpXlDecoder(cfg, dictionary)
 
     @classmethod
     def unused_flags(cls, cfg: FwpXlLanguageModelConfig) -> list[str]:
-        """The given options that the positions of this configuration do not use."""
         unused = [] if cfg.decoder_positions == "relative" or not cfg.untie_biases else ["untie_biases"]
         return unused + (["clamp_len"] if cfg.decoder_positions in ABSOLUTE and cfg.clamp_len > 0 else [])
 
     def get_normalized_probs(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the decoder's. Raises ValueError in training with --half-loss: criterions would count all targets."""
-        if self.training and self.decoder.half_loss:
-            raise ValueError(
-                "--criterion must be adaptive_loss with --half-loss: it divides by the number of scored targets"
-            )
+        what = "--criterion must be adaptive_loss with --half-loss"
+        counts_all = self.training and self.decoder.half_loss
+        check(not counts_all, f"{what}: it divides by the number of scored targets")
         return super().get_normalized_probs(*args, **kwargs)
 
     def get_targets(self, sample: dict[str, Any], net_output: Any) -> Tensor:
@@ -106,19 +89,33 @@ class FwpXlDecoder(LanguageModelDecoder):
     """
 
     def __init__(self, cfg: FwpXlLanguageModelConfig, dictionary: Any) -> None:
-        check_memory(cfg)
+        positions = cfg.decoder_positions
+        check(cfg.mem_len >= 0, f"--mem-len must be at least 0, got {cfg.mem_len}")
+        check(cfg.mem_len or not cfg.same_length, f"--mem-len must be at least 1 with --same-length, got {cfg.mem_len}")
+        check(
+            not cfg.mem_len or positions not in ABSOLUTE,
+            f"--mem-len must be 0 with --decoder-positions {positions}, got {cfg.mem_len}: such positions do not "
+            "distinguish a segment from the one before it (Dai et al. 2019, Sec. 3.3)",
+        )
+        check(
+            cfg.clamp_len >= 1 or positions not in ("shaw", "shaw_biased"),
+            f"--clamp-len must be at least 1 with --decoder-positions {positions}, got {cfg.clamp_len}: each distance "
+            "up to it has a vector",
+        )
         super().__init__(cfg, dictionary)
         self.mem_len = cfg.mem_len
         self.carries_state = cfg.mem_len > 0
+        if cfg.mem_len:
+            self.needs_state[f"--mem-len {cfg.mem_len}"] = "each segment starts without a memory"
         self.half_loss = cfg.half_loss
         self.final_dropout = self.dropout  # as the paper's public code has it
-        if cfg.decoder_positions == "layerwise":
+        if positions == "layerwise":
             tables = (LearnedPositions(cfg.tokens_per_sample, cfg.decoder_embed_dim) for _ in self.layers)
             self.layer_positions = nn.ModuleList(tables).apply(initialize)
-        if cfg.decoder_positions == "relative" and not cfg.untie_biases:
-            first, *others = self._attentions()
+        if positions == "relative" and not cfg.untie_biases:
+            first, *others = (attention.positions for attention in self.attentions)
             for other in others:
-                other.positions.tie(first.positions)
+                other.content_bias, other.position_bias = first.content_bias, first.position_bias
 
     def build_positions(self, cfg: Any) -> SinusoidalPositions | None:
         if cfg.decoder_positions != "absolute":
@@ -126,12 +123,23 @@ class FwpXlDecoder(LanguageModelDecoder):
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
     def build_attention(self, cfg: Any, index: int) -> nn.Module:
-        return build_attention(cfg)
+        sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
+        with naming_flags(SIZES):
+            check_heads(*sizes)
+        if cfg.decoder_positions in ABSOLUTE:
+            return SoftmaxAttention(*sizes, cfg.attention_dropout)
+        positions: SinusoidalDistances | LearnedDistances
+        if cfg.decoder_positions == "relative":
+            positions = SinusoidalDistances(*sizes, cfg.clamp_len if cfg.clamp_len > 0 else None, cfg.dropout)
+        else:
+            heads, head_dim = cfg.decoder_attention_heads, cfg.decoder_embed_dim // cfg.decoder_attention_heads
+            positions = LearnedDistances(heads, head_dim, cfg.clamp_len, biased=cfg.decoder_positions == "shaw_biased")
+        window = cfg.mem_len if cfg.same_length else None
+        return RelativeAttention(*sizes, positions, window, cfg.attention_dropout)
 
     def extract_features(
         self, tokens: Tensor, state: Any = None, last: int | None = None, first: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Return features (B, L, D), or (B, last, D), of a segment (B, L), and the memory for the next segment."""
         x, state = self._read(tokens, state, last, first)
         return x, self._remember(state)
 
@@ -147,11 +155,7 @@ class FwpXlDecoder(LanguageModelDecoder):
         return torch.cat(pieces, dim=1), state
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Return the numbers in keys and values of a segment of `length` tokens, and in the memory if it is carried.
-
-        As in Schlag et al. 2021, App. F.
-        """
-        memory = self.mem_len if carried else 0
+        memory = self.mem_len if carried else 0  # keys and values, as in Schlag et al. 2021, App. F
         return 2 * (memory + length) * self.embed_tokens.embedding_dim * len(self.layers)
 
     def _remember(self, state: DecoderState) -> DecoderState:
@@ -161,48 +165,10 @@ class FwpXlDecoder(LanguageModelDecoder):
 
     def _cache(self, state: DecoderState | None, tokens: Tensor) -> DecoderState | None:
         """Return the state for decoding: with keys and values, which are then not projected again at every step."""
-        if isinstance(self._attentions()[0], SoftmaxAttention):  # its state is keys and values already
+        if isinstance(self.attentions[0], SoftmaxAttention):  # its state is keys and values already
             return state
         if state is None:
             empty = Memory(self.embed_tokens(tokens[:, :0]))
             state = DecoderState((empty,) * len(self.layers), tokens.new_zeros(len(tokens)))
-        caches = (attention.cache(memory) for attention, memory in zip(self._attentions(), state.layers, strict=True))
+        caches = (attention.cache(memory) for attention, memory in zip(self.attentions, state.layers, strict=True))
         return DecoderState(tuple(caches), state.positions)
-
-    def _attentions(self) -> list[Any]:
-        return [layer.self_attn for layer in self.layers]
-
-
-def check_memory(cfg: FwpXlLanguageModelConfig) -> None:
-    """Raise ValueError for an impossible memory, or one that the positions do not allow."""
-    if cfg.mem_len < 0:
-        raise ValueError(f"--mem-len must be at least 0, got {cfg.mem_len}")
-    if cfg.same_length and cfg.mem_len < 1:
-        raise ValueError(f"--mem-len must be at least 1 with --same-length, got {cfg.mem_len}")
-    if cfg.decoder_positions in ABSOLUTE and cfg.mem_len:
-        raise ValueError(
-            f"--mem-len must be 0 with --decoder-positions {cfg.decoder_positions}, got {cfg.mem_len}: such "
-            "positions do not distinguish a segment from the one before it (Dai et al. 2019, Sec. 3.3)"
-        )
-    if cfg.decoder_positions in ("shaw", "shaw_biased") and cfg.clamp_len < 1:
-        raise ValueError(
-            f"--clamp-len must be at least 1 with --decoder-positions {cfg.decoder_positions}, got {cfg.clamp_len}: "
-            "each distance up to it has a vector"
-        )
-
-
-def build_attention(cfg: FwpXlLanguageModelConfig) -> nn.Module:
-    """Return the attention of the configuration: relative with a memory, or with absolute positions."""
-    sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
-    with naming_flags(SIZES):
-        check_heads(*sizes)
-    if cfg.decoder_positions in ABSOLUTE:
-        return SoftmaxAttention(*sizes, cfg.attention_dropout)
-    positions: SinusoidalDistances | LearnedDistances
-    if cfg.decoder_positions == "relative":
-        positions = SinusoidalDistances(*sizes, cfg.clamp_len if cfg.clamp_len > 0 else None, cfg.dropout)
-    else:
-        heads, head_dim = cfg.decoder_attention_heads, cfg.decoder_embed_dim // cfg.decoder_attention_heads
-        positions = LearnedDistances(heads, head_dim, cfg.clamp_len, biased=cfg.decoder_positions == "shaw_biased")
-    window = cfg.mem_len if cfg.same_length else None
-    return RelativeAttention(*sizes, positions, window, cfg.attention_dropout)

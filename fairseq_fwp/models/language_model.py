@@ -10,6 +10,7 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.models import BaseFairseqModel, FairseqLanguageModel
 from omegaconf import OmegaConf
 
+from fairseq_fwp.modules.layers import check
 from fairseq_fwp.options import as_given, plain
 
 logger = logging.getLogger(__name__)
@@ -22,12 +23,25 @@ class TrainedModel(BaseFairseqModel):
     """A base class that checks the options of loaded weights; list it before a model of fairseq among the bases.
 
     Settings are dictionaries by name, as in a checkpoint or a command line. They may have more than the model's
-    options, and lack options at their defaults. A subclass has these class methods:
-
-    - `complete(settings)` returns only the options of the model: these settings, and defaults for the others.
-    - `same_function(name)` says whether trained weights compute the same function with every value of an option.
-    - `unused_flags(cfg)` returns the given options that this configuration does not use.
+    options, and lack options at their defaults. A subclass has `config`, the class of its options, and
+    `unused_flags(cfg)`, the given options that this configuration does not use.
     """
+
+    config: ClassVar[type[FairseqDataclass]]
+
+    @classmethod
+    def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return only the options of the model: these settings, and defaults for the others."""
+        return {name: settings.get(name, default) for name, default in vars(cls.config()).items()}
+
+    @classmethod
+    def same_function(cls, name: str) -> bool:
+        """Return whether trained weights compute the same function with every value of an option.
+
+        The option's field says so; a field without a help text belongs to the task, or is a name.
+        """
+        metadata = cls.config.__dataclass_fields__[name].metadata
+        return "help" not in metadata or metadata.get("same_function", False)
 
     @classmethod
     def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
@@ -71,9 +85,8 @@ class TrainedModel(BaseFairseqModel):
             ) from None
         if found and not saved.overridden:
             logger.warning(
-                "%s was trained with %s, but is loaded with %s: its weights now compute another function; if you do "
-                "not want this, give the flags of its training",
-                *(saved.path, theirs, ours),
+                f"{saved.path} was trained with {theirs}, but is loaded with {ours}: its weights now compute another "
+                "function; if you do not want this, give the flags of its training"
             )
         return loaded
 
@@ -81,45 +94,30 @@ class TrainedModel(BaseFairseqModel):
 class LanguageModel(TrainedModel, FairseqLanguageModel):
     """A decoder with fairseq's interface of a language model.
 
-    A subclass has `config`, its options, and `build_decoder(cfg, dictionary)`, which checks them.
+    A subclass has `build_decoder(cfg, dictionary)`, which checks the options.
     """
-
-    config: ClassVar[type[FairseqDataclass]]
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> "LanguageModel":
         """Build the model. Raises ValueError that names the flag to change if it cannot be built."""
         cfg = fill_in_defaults(cfg, cls.config())
         words = len(task.target_dictionary)
-        if words != len(getattr(task, "source_dictionary", task.target_dictionary)):
-            raise ValueError(
-                f"--output-dictionary-size must be left out with this model, which predicts every word that it reads, "
-                f"got {words}"
-            )
+        check(
+            words == len(getattr(task, "source_dictionary", task.target_dictionary)),
+            f"--output-dictionary-size must be left out with this model, which predicts every word that it reads, got "
+            f"{words}",
+        )
         decoder = cls.build_decoder(cfg, task.target_dictionary)
         warn_of_unused(cls.unused_flags(cfg))
+        settings = getattr(task, "args", None)  # a conversion, which does not read segments, has none
+        if settings is not None and not getattr(settings, "carry_state", False):
+            for flag, instead in decoder.needs_state.items():
+                logger.warning(f"{flag} has no effect without --task fwp_language_modeling --carry-state: {instead}")
         return cls(decoder)
-
-    @classmethod
-    def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of the configuration: these settings, and defaults for the others."""
-        return {name: settings.get(name, default) for name, default in vars(cls.config()).items()}
-
-    @classmethod
-    def same_function(cls, name: str) -> bool:
-        """Return whether the option's field says so; a field without a help text belongs to the task, or is a name."""
-        metadata = cls.config.__dataclass_fields__[name].metadata
-        return "help" not in metadata or metadata.get("same_function", False)
 
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring, it is not limited by --tokens-per-sample."""
         return MAX_GENERATED_POSITIONS
-
-
-def forgets_segments(task: Any) -> bool:
-    """Return whether training starts each segment without a state. (A conversion does not read segments.)"""
-    settings = getattr(task, "args", None)
-    return settings is not None and not getattr(settings, "carry_state", False)
 
 
 def warn_of_unused(flags: list[str]) -> None:

@@ -2,24 +2,11 @@
 
 Sizes and settings: Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.3 and App. F. Its linear Transformers
 (rule sum) normalise the output, its Delta Networks the mapped keys and queries (Tables 2, 3 and 5). The rules gated and
-decay are from Mao 2022, arXiv 2210.04243, which trains neither from scratch. Here both train from scratch without
-changes, see the grid of recipes/peps/RESULTS.md.
-
-Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code of its authors. *medium* is Schlag's (Sec.
-6.3, Table 4). The model without a size is ours, as large as the small models. They also have dropout after the
-activations of the feed-forward blocks. For `xl_lm_wt103_large` the paper prints 257 M parameters, but the published
-script and weights, which have these sizes, have 285 M. With 16 layers instead of 18 it would have 258 M. The models
-called large were trained with untied u and v. For two models the paper prints only the number of parameters, and the
-widths are ours. `xl_lm_wt103_ablation` (Table 6, 128 M, segments of 128) is the base model made narrower.
-`xl_lm_enwik8_medium` (Table 2, 18 layers, 88 M) has the settings of the large model, which the paper mentions together
-with it (Sec. 4.1).
-
-Fast weight layers: Clark et al. 2022, arXiv 2212.02475, Sec. 3, on top of `xl_lm_wt103_large` or of a Transformer with
-local attention. Of the latter the paper only gives 12 layers, 768 dimensions and 121 M parameters. Its heads, window
-(Roy et al. 2021) and embedding divided by 4 are ours; it has 114 M parameters below the layer, 119 M in all.
+decay are from Mao 2022, arXiv 2210.04243, which trains neither from scratch. Transformer-XL: Dai et al. 2019, arXiv
+1901.02860, and its public code. Fast weight layers: Clark et al. 2022, arXiv 2212.02475, Sec. 3. What these leave open,
+and what is chosen here, is in docs/papers.md.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from fairseq.models import register_model_architecture
@@ -69,88 +56,48 @@ PRESETS: dict[str, dict[str, Any]] = {
     "softmax_lm_wt103_medium": {**SOFTMAX, **MEDIUM, **WT103},
 }
 
+
+def decoder(**sizes: int) -> dict[str, Any]:
+    """Return the options of a decoder's sizes."""
+    return {f"decoder_{name}": value for name, value in sizes.items()}
+
+
+def noise(probability: float) -> dict[str, Any]:
+    """Return the options of one dropout everywhere."""
+    return dict.fromkeys(["dropout", "activation_dropout", "attention_dropout"], probability)
+
+
 # The memory is as long as the segment was in training (--tokens-per-sample); evaluation uses longer ones.
 XL = {"activation_dropout": 0.1}
-XL_LARGE = {"untie_biases": True}
-ENWIK8_BASE = {"decoder_layers": 12, "decoder_embed_dim": 512, "decoder_ffn_embed_dim": 2048, "mem_len": 512}
-ENWIK8_LARGE = {
-    **XL_LARGE,
-    "decoder_layers": 24,
-    "decoder_embed_dim": 1024,
-    "decoder_ffn_embed_dim": 3072,
-    "dropout": 0.15,
-    "activation_dropout": 0.15,
-    "attention_dropout": 0.15,
-    "mem_len": 768,
-}
+XL_LARGE = {"untie_biases": True, **decoder(layers=18, embed_dim=1024, ffn_embed_dim=4096, attention_heads=16)}
+ENWIK8 = {**decoder(layers=24, embed_dim=1024, ffn_embed_dim=3072), **noise(0.15), "mem_len": 768}
 
 XL_PRESETS: dict[str, dict[str, Any]] = {
     "xl_lm_wt103": {**XL, **SMALL, "mem_len": 256, **WT103},
     "xl_lm_wt103_medium": {**XL, **MEDIUM, "mem_len": 384, **WT103},
     "xl_lm_wt103_base": {
-        **XL,
-        "decoder_embed_dim": 410,
-        "decoder_ffn_embed_dim": 2100,
-        "decoder_attention_heads": 10,
-        "mem_len": 150,
-        **WT103,
+        **XL, **decoder(embed_dim=410, ffn_embed_dim=2100, attention_heads=10), "mem_len": 150, **WT103
     },
-    "xl_lm_wt103_ablation": {
-        **XL,
-        "decoder_embed_dim": 352,
-        "decoder_ffn_embed_dim": 2100,
-        "mem_len": 128,
-        **WT103,
-    },
-    "xl_lm_wt103_large": {
-        **XL_LARGE,
-        "decoder_layers": 18,
-        "decoder_embed_dim": 1024,
-        "decoder_ffn_embed_dim": 4096,
-        "decoder_attention_heads": 16,
-        "dropout": 0.2,
-        "activation_dropout": 0.2,
-        "attention_dropout": 0.2,
-        "mem_len": 384,
-        "div_val": 4,
-        **WT103,
-    },
-    "xl_lm_enwik8_base": {**XL, **ENWIK8_BASE},
-    "xl_lm_enwik8_medium": {
-        **ENWIK8_LARGE,
-        "decoder_layers": 18,
-        "decoder_embed_dim": 640,
-        "decoder_ffn_embed_dim": 2200,
-    },
-    "xl_lm_enwik8_large": ENWIK8_LARGE,
-}
+    "xl_lm_wt103_ablation": {**XL, **decoder(embed_dim=352, ffn_embed_dim=2100), "mem_len": 128, **WT103},
+    "xl_lm_wt103_large": {**XL_LARGE, **noise(0.2), "mem_len": 384, "div_val": 4, **WT103},
+    "xl_lm_enwik8_base": {**XL, **decoder(layers=12, embed_dim=512, ffn_embed_dim=2048), "mem_len": 512},
+    "xl_lm_enwik8_medium": {"untie_biases": True, **ENWIK8, **decoder(layers=18, embed_dim=640, ffn_embed_dim=2200)},
+    "xl_lm_enwik8_large": {"untie_biases": True, **ENWIK8},
+}  # fmt: skip
 
 FWL_PRESETS: dict[str, dict[str, Any]] = {
     "fwl_xl_lm_wt103": {"fwl_base": "fwp_xl_lm", **XL_PRESETS["xl_lm_wt103_large"]},
     "fwl_local_lm_wt103": {
-        **SOFTMAX,
-        "decoder_layers": 12,
-        "decoder_embed_dim": 768,
-        "decoder_ffn_embed_dim": 3072,
-        "decoder_attention_heads": 12,
-        "attention_window": 256,
-        "div_val": 4,
-        **WT103,
+        **SOFTMAX, **decoder(layers=12, embed_dim=768, ffn_embed_dim=3072, attention_heads=12), "attention_window": 256,
+        "div_val": 4, **WT103,
     },
-}
+}  # fmt: skip
 
 # Translation: Schlag et al. 2021, Sec. 6.2, Table 1 and App. E. All three attentions are linear, with one map; *big*
 # is Vaswani's, with its dropout, as in fairseq's transformer_vaswani_wmt_en_de_big. FAVOR+ and DPFP have the 512
 # features of Table 1's last column; the other columns are m = 32 (64 features) and 128 (256), and nu = 2 (256).
-BIG = {
-    "encoder_embed_dim": 1024,
-    "encoder_ffn_embed_dim": 4096,
-    "encoder_attention_heads": 16,
-    "decoder_embed_dim": 1024,
-    "decoder_ffn_embed_dim": 4096,
-    "decoder_attention_heads": 16,
-    "dropout": 0.3,
-}
+WIDE = {"embed_dim": 1024, "ffn_embed_dim": 4096, "attention_heads": 16}
+BIG = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in WIDE.items()} | {"dropout": 0.3}
 MT_SIZES: dict[str, dict[str, Any]] = {"": {}, "_big": BIG}
 MT_MAPS: dict[str, dict[str, Any]] = {"elu": {}, "favor": {"favor_features": 256}, "dpfp": {"dpfp_nu": 4}}
 
@@ -181,15 +128,12 @@ PRESETS_OF_MODELS = {
 
 def register(name: str, preset: dict[str, Any], model: str = "fwp_lm") -> None:
     """Register `--arch name` with fairseq; flags of the command line override the preset."""
-    register_model_architecture(model, name)(_architecture(preset))
 
-
-def _architecture(preset: dict[str, Any]) -> Callable[[Any], None]:
     def fill_in(args: Any) -> None:
         for key, value in preset.items():
             setattr(args, key, getattr(args, key, value))
 
-    return fill_in
+    register_model_architecture(model, name)(fill_in)
 
 
 def register_presets(model: str) -> None:

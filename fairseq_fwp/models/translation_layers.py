@@ -23,42 +23,22 @@ from fairseq_fwp.models.attention_options import (
 from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeightState, LinearAttention
 from fairseq_fwp.modules.attention.base import check_heads, reorder
 from fairseq_fwp.modules.feature_maps import FeatureMap
+from fairseq_fwp.modules.layers import check
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 IncrementalState: TypeAlias = dict[str, Any] | None
+Mask: TypeAlias = Tensor | None
 
 
 class SourceMemory(dict[nn.Module, FastWeightState]):
     """The states of the source, one for each cross-attention of a decoder: generation needs nothing else of it."""
 
     def reorder(self, new_order: Tensor) -> "SourceMemory":
-        """The rows new_order (B',) of the batch, as beam search selects them."""
         return SourceMemory(reorder(dict(self), new_order))
 
 
-class EncoderAttention(LinearAttention):
-    """Linear self-attention as fairseq's encoder layer calls it."""
-
-    def forward(  # type: ignore[override]
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: Tensor | None = None,
-    ) -> tuple[Tensor, None]:
-        """Return the output (L, B, D), and None for weights; query (L, B, D) is also key and value."""
-        if attn_mask is not None:
-            raise ValueError(
-                "attn_mask must be None for linear attention, which sees the whole sequence except padding"
-            )
-        x = query.transpose(0, 1)
-        return super().forward(x, x, key_padding_mask).transpose(0, 1), None
-
-
-class CrossAttention(LinearAttention):
-    """Linear attention to the source as fairseq's decoder layer calls it.
+class SequenceAttention(LinearAttention):
+    """Linear attention as fairseq's layers call it: the encoder's to itself, and the decoder's to the source.
 
     gives_weights: whether the decoder's last layer gets the weights that it requests outside training. Only
     --print-alignment uses them, and there is one for every pair of tokens.
@@ -75,17 +55,18 @@ class CrossAttention(LinearAttention):
         query: Tensor,
         key: Tensor | SourceMemory,
         value: Tensor | SourceMemory,
-        key_padding_mask: Tensor | None = None,
-        incremental_state: IncrementalState = None,
-        static_kv: bool = True,
-        need_weights: bool = False,
+        key_padding_mask: Mask = None,
+        attn_mask: Mask = None,
         need_head_weights: bool = False,
+        **rest: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output (L, B, D), and weights (H, B, L, S) or None; key: the source (S, B, D) or its states."""
+        sees_all = "linear attention, which sees the whole sequence except padding"
+        check(attn_mask is None, f"attn_mask must be None for {sees_all}")
         x = query.transpose(0, 1)
         if isinstance(key, SourceMemory):
             return self.read(x, key[self]).transpose(0, 1), None
-        source = key.transpose(0, 1)
+        source = x if key is query else key.transpose(0, 1)
         y = super().forward(x, source, key_padding_mask).transpose(0, 1)
         if not (need_head_weights and self.gives_weights):
             return y, None
@@ -106,10 +87,9 @@ class CausalAttention(FairseqIncrementalDecoder):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Mask = None,
         incremental_state: IncrementalState = None,
-        need_weights: bool = False,
-        attn_mask: None = None,
+        **rest: Any,
     ) -> tuple[Tensor, None]:
         """Return the output (L, B, D), and None for weights; query (L, B, D) is also key and value."""
         state = self.get_incremental_state(incremental_state, "state")
@@ -130,61 +110,50 @@ class CausalAttention(FairseqIncrementalDecoder):
 
 
 class FwpEncoderLayer(TransformerEncoderLayerBase):
-    """fairseq's encoder layer with the attention that --encoder-feature-map names."""
+    """fairseq's encoder layer with the attention that --encoder-feature-map names; softmax is fairseq's own."""
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
-        """Return the attention of the configuration; softmax is fairseq's own."""
-        heads = cfg.encoder_attention_heads
-        check_side("encoder", embed_dim, heads)
+        heads = heads_of("encoder", embed_dim, cfg)
         if cfg.encoder_feature_map == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg)
-        return build_linear_attention(EncoderAttention, cfg.encoder_feature_map, embed_dim, heads, cfg)
+        return build_linear_attention(cfg.encoder_feature_map, embed_dim, heads, cfg)
 
 
 class FwpDecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's decoder layer with the attentions that --decoder-update-rule and --cross-feature-map name."""
+    """The same for the decoder, with --decoder-update-rule and --cross-feature-map."""
 
     def build_self_attention(self, embed_dim: int, cfg: Any, **options: Any) -> nn.Module:
-        """Return the attention of the configuration; softmax is fairseq's own."""
         if cfg.decoder_update_rule == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg, **options)
         attention = build_attention(AttentionOptions, cfg)
-        if not isinstance(attention, FastWeightAttention):
-            raise ValueError(
-                f"--decoder-update-rule must be softmax or one of {', '.join(UPDATE_RULES)} in translation, got "
-                f"{cfg.decoder_update_rule}"
-            )
+        check(
+            isinstance(attention, FastWeightAttention),
+            f"--decoder-update-rule must be softmax or one of {', '.join(UPDATE_RULES)} in translation, got "
+            f"{cfg.decoder_update_rule}",
+        )
         q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
         initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
         return CausalAttention(attention)
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
-        """Return the attention of the configuration; softmax is fairseq's own."""
-        heads, source_dim = cfg.decoder_attention_heads, cfg.encoder_embed_dim
-        check_side("decoder", embed_dim, heads)
+        heads = heads_of("decoder", embed_dim, cfg)
         if cfg.cross_feature_map == SOFTMAX:
             return super().build_encoder_attention(embed_dim, cfg)
-        return build_linear_attention(
-            CrossAttention, cfg.cross_feature_map, embed_dim, heads, cfg, source_dim=source_dim
-        )
+        return build_linear_attention(cfg.cross_feature_map, embed_dim, heads, cfg, source_dim=cfg.encoder_embed_dim)
 
 
-def check_side(side: str, embed_dim: int, num_heads: int) -> None:
-    """Raise ValueError that names the side's flags unless the heads divide its dimension."""
+def heads_of(side: str, embed_dim: int, cfg: Any) -> int:
+    """Return the number of heads. Raises ValueError that names the side's flags unless they divide its dimension."""
     with naming_flags({"embed_dim": f"{side}_embed_dim", "num_heads": f"{side}_attention_heads"}):
-        check_heads(embed_dim, num_heads)
+        check_heads(embed_dim, getattr(cfg, f"{side}_attention_heads"))
+    return int(getattr(cfg, f"{side}_attention_heads"))
 
 
-def build_linear_attention(
-    kind: type[LinearAttention], feature_map: str, embed_dim: int, num_heads: int, cfg: Any, **options: Any
-) -> LinearAttention:
-    """A linear attention with the map of that name."""
-    feature_map_ = build_map(AttentionOptions, cfg, feature_map, embed_dim // num_heads, besides="softmax or ")
-    attention: LinearAttention = construct(
-        *(kind, cfg, by_argument(AttentionOptions, *LINEAR), embed_dim, num_heads, feature_map_),
-        division=build_division(cfg),
-        **options,
-    )
+def build_linear_attention(name: str, embed_dim: int, num_heads: int, cfg: Any, **options: Any) -> SequenceAttention:
+    """Return linear attention with the map of that name."""
+    feature_map = build_map(AttentionOptions, cfg, name, embed_dim // num_heads, besides="softmax or ")
+    first, names = (embed_dim, num_heads, feature_map), by_argument(AttentionOptions, *LINEAR)
+    attention = construct(SequenceAttention, cfg, names, *first, division=build_division(cfg), **options)
     k, v = attention.kv_proj.weight.chunk(2)
     initialize((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim, attention.feature_map)
     return attention

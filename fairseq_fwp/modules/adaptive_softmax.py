@@ -4,7 +4,7 @@ The softmaxes are tied to the embeddings and have biases, as in Transformer-XL a
 fairseq's and GPT-2's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.layers import Dropout, at_least_float32, faster_linear
+from fairseq_fwp.modules.layers import Dropout, at_least_float32, check, faster_linear
 
 # The paper does not give initial values; this is from its public code.
 PROJECTION_STD = 0.01
@@ -27,8 +27,7 @@ class AdaptiveInput(nn.Module):
     not train that word.
 
     vocab_size: V; embed_dim: D; cutoffs: ascending ranks below V, or empty; div_val: at least 1;
-    padding_idx: its embedding is always zero. Raises ValueError for invalid cutoffs or div_val, or if
-    the last cluster would have no dimension.
+    padding_idx: its embedding is always zero. Raises ValueError for invalid sizes.
     """
 
     def __init__(
@@ -36,13 +35,10 @@ class AdaptiveInput(nn.Module):
     ) -> None:
         super().__init__()
         check_cutoffs(cutoffs, vocab_size, padding_idx)
-        if div_val < 1:
-            raise ValueError(f"`div_val` must be at least 1, got {div_val}")
-        if embed_dim < div_val ** len(cutoffs):
-            raise ValueError(
-                f"`embed_dim` must be at least {div_val ** len(cutoffs)}, which is `div_val` to the power of the "
-                f"number of cutoffs, got {embed_dim}"
-            )
+        check(div_val >= 1, f"`div_val` must be at least 1, got {div_val}")
+        least = div_val ** len(cutoffs)
+        which = "`div_val` to the power of the number of cutoffs"
+        check(embed_dim >= least, f"`embed_dim` must be at least {least}, which is {which}, got {embed_dim}")
         self.embedding_dim = embed_dim
         self.num_embeddings = vocab_size
         self.padding_idx = padding_idx
@@ -70,18 +66,15 @@ class AdaptiveInput(nn.Module):
             x = x.index_copy(0, rows, projection(table(flat[rows] - low)).to(x.dtype))
         return x.unflatten(0, tokens.shape)
 
-    def extra_repr(self) -> str:
-        return f"bounds={self.bounds}"
 
-
-def check_cutoffs(cutoffs: list[int], vocab_size: int, padding_idx: int | None) -> None:
+def check_cutoffs(cutoffs: Sequence[int], vocab_size: int, padding_idx: int | None) -> None:
     """Check that the cutoffs divide the vocabulary, with padding in the first cluster; raise ValueError otherwise."""
     bounds, least = [0, *cutoffs, vocab_size], 0 if padding_idx is None else padding_idx + 1
-    if any(low >= high for low, high in pairwise(bounds)) or bounds[1] < least:
-        raise ValueError(
-            f"`cutoffs` must be ascending, from {max(least, 1)} to below the vocabulary's {vocab_size} words, got "
-            f"{','.join(map(str, cutoffs))}"
-        )
+    check(
+        all(low < high for low, high in pairwise(bounds)) and bounds[1] >= least,
+        f"`cutoffs` must be ascending, from {max(least, 1)} to below the vocabulary's {vocab_size} words, got "
+        f"{','.join(map(str, cutoffs))}",
+    )
 
 
 # Rows whose logits are computed at once if only gradients are needed: 20 MB for 20,000 words.
@@ -92,13 +85,16 @@ class AdaptiveSoftmax(nn.Module):
     """A softmax in clusters of falling word frequency (Grave et al. 2017, arXiv 1609.04309).
 
     The head has the words up to the first cutoff and one entry for each further cluster. A word of cluster c has
-    probability head(c) * tail_c(word). Words share the input embedding's weights, and each has a bias. The interface is
-    that of fairseq's AdaptiveSoftmax, which lacks biases and so does not reach the published parameter counts.
-    fairseq's criterion `adaptive_loss` and its scorers work with both. Subclasses define how the weights are shared.
+    probability head(c) * tail_c(word). The interface is that of fairseq's AdaptiveSoftmax, which lacks biases and so
+    does not reach the published parameter counts. fairseq's criterion `adaptive_loss` and its scorers work with both.
 
-    embedding: of V words in D dimensions, tied;
-    cutoffs: ascending ranks below V; empty for a plain softmax;
+    embedding: of V words in D dimensions. Words share its weights. Of an `AdaptiveInput`, tables and projections are
+        shared, but the head has a separate projection, as in Transformer-XL's public code. Without biases it has none,
+        as in fairseq (Baevski & Auli 2019).
+    cutoffs: ascending ranks below V; empty for a plain softmax. An `AdaptiveInput` has its own.
     biased: words and clusters have a learned bias; otherwise each word has a fixed bias of 0;
+    tied: False: words have a separate weight (V, D), as in fairseq unless it is shared;
+    shifted: features (..., D + shift_entries) end with shifts of all biases at a position, of V words and the clusters;
     dropout: of the features, and of a tail's projections.
 
     Logits and log-probabilities are float32 (float64 for float64 weights): sums of losses overflow in fp16.
@@ -110,26 +106,49 @@ class AdaptiveSoftmax(nn.Module):
     def __init__(
         self,
         embedding: nn.Embedding | AdaptiveInput,
-        cutoffs: list[int],
+        cutoffs: Sequence[int] = (),
         *,
         biased: bool = True,
+        tied: bool = True,
+        shifted: bool = False,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        check_cutoffs(cutoffs, embedding.num_embeddings, embedding.padding_idx)
-        self.bounds = [0, *cutoffs, embedding.num_embeddings]
+        words, dim = embedding.num_embeddings, embedding.embedding_dim
+        cutoffs = embedding.bounds[1:-1] if isinstance(embedding, AdaptiveInput) else cutoffs
+        check_cutoffs(cutoffs, words, embedding.padding_idx)
+        self.bounds = [0, *cutoffs, words]
         # fairseq's adaptive_loss ignores the index of padding in every cluster, where it may be a word (in the head,
         # a cluster). So tail targets start after it, behind columns of probability zero.
         self.tail_offset = 0 if embedding.padding_idx is None else embedding.padding_idx + 1
+        self.shift_entries = words + len(cutoffs) if shifted else 0
         self.bias: Tensor
         self.absent: Tensor | None  # (V,) bool; None if all words are present, to save time
         self.register_buffer("absent", None, persistent=False)
         if biased:
-            self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings))
+            self.bias = nn.Parameter(torch.zeros(words))
         else:
-            self.register_buffer("bias", torch.zeros(embedding.num_embeddings))
-        self.clusters = nn.Linear(embedding.embedding_dim, len(cutoffs), bias=biased) if cutoffs else None
+            self.register_buffer("bias", torch.zeros(words))
+        self.clusters = nn.Linear(dim, len(cutoffs), bias=biased) if cutoffs else None
         self.dropout = Dropout(dropout, self)
+        self.tables: Any = None
+        self.projections: Any = None
+        self.words: Any = None
+        if isinstance(embedding, AdaptiveInput):
+            self.tables = embedding.tables
+            head = nn.Linear(dim, dim, bias=False) if biased else nn.Identity()
+            self.projections = nn.ModuleList([head, *list(embedding.projections)[1:]])
+            self.initialize()
+        elif tied:
+            self.weight = embedding.weight
+        else:
+            self.words = nn.Linear(dim, words, bias=False)
+
+    def initialize(self) -> None:
+        """Draw the projections, the shared ones too, as the paper's public code does."""
+        for projection in self.projections or ():
+            if isinstance(projection, nn.Linear):
+                nn.init.normal_(projection.weight, std=PROJECTION_STD)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         bias = state_dict.get(f"{prefix}bias")
@@ -213,14 +232,22 @@ class AdaptiveSoftmax(nn.Module):
         words = self._words(0, flat)
         if self.clusters is None:
             return words
-        return torch.cat([words, at_least_float32(self.clusters(self._project(0, flat)))], dim=-1)
+        clusters = at_least_float32(self.clusters(self._project(0, flat)))
+        head = torch.cat([words, clusters], dim=-1)
+        if self.shift_entries:
+            head[:, self.bounds[1] :] += flat[:, flat.shape[1] - (len(self.bounds) - 2) :]
+        return head
 
     def _words(self, index: int, flat: Tensor) -> Tensor:
         """The logits of the words of a cluster, 0 = the head."""
-        words = slice(self.bounds[index], self.bounds[index + 1])
-        bias = self._masked(self.bias[words], words)
+        low, high = self.bounds[index : index + 2]
+        bias = self._masked(self.bias[low:high], slice(low, high))
         with faster_linear(len(flat), flat.device):
-            return at_least_float32(F.linear(self._project(index, flat), self._weight(index), bias))
+            logits = at_least_float32(F.linear(self._project(index, flat), self._weight(index), bias))
+        if self.shift_entries:
+            first = flat.shape[1] - self.shift_entries
+            logits = logits + flat[:, first + low : first + high]
+        return logits
 
     def _masked(self, bias: Tensor, words: slice) -> Tensor:
         """The biases of some words, minus infinity for those that are absent."""
@@ -228,11 +255,20 @@ class AdaptiveSoftmax(nn.Module):
 
     def _project(self, index: int, flat: Tensor) -> Tensor:
         """The features in the space of a cluster's embeddings, in their dtype."""
-        raise NotImplementedError
+        if self.shift_entries:
+            flat = flat[:, : flat.shape[1] - self.shift_entries]
+        if self.projections is None or isinstance(self.projections[index], nn.Identity):
+            return flat.to(self._weight(index).dtype)
+        weight = self.projections[index].weight
+        projected = F.linear(flat.to(weight.dtype), weight.T)
+        return self.dropout(projected) if index else projected
 
     def _weight(self, index: int) -> Tensor:
         """The embeddings of a cluster's words."""
-        raise NotImplementedError
+        if self.tables is not None:
+            return self.tables[index].weight
+        weight = self.weight if self.words is None else self.words.weight
+        return weight if self.clusters is None else weight[self.bounds[index] : self.bounds[index + 1]]
 
     def _rows_of_clusters(self, target: Tensor | None, count: int = 0) -> list[tuple[int, Tensor]]:
         """Return for each tail cluster the rows whose target is in it, or all `count` rows without a target."""
@@ -256,65 +292,3 @@ def _loss_gradient(logits_of: Callable[[Tensor], Tensor], flat: Tensor, target: 
         errors[torch.arange(len(x), device=x.device), wanted] -= 1
         found += torch.autograd.grad(logits, x, errors)
     return torch.cat(found) if found else torch.zeros_like(flat)
-
-
-class TiedAdaptiveSoftmax(AdaptiveSoftmax):
-    """A softmax whose words share the weight (V, D) of one embedding."""
-
-    def __init__(
-        self, embedding: nn.Embedding, cutoffs: list[int], *, biased: bool = True, dropout: float = 0.0
-    ) -> None:
-        super().__init__(embedding, cutoffs, biased=biased, dropout=dropout)
-        self.weight = embedding.weight
-
-    def _project(self, index: int, flat: Tensor) -> Tensor:
-        return flat.to(self.weight.dtype)
-
-    def _weight(self, index: int) -> Tensor:
-        return self.weight[self.bounds[index] : self.bounds[index + 1]]
-
-
-class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
-    """The softmax tied to an `AdaptiveInput`: rarer clusters have fewer dimensions; tables and projections are shared.
-
-    Every cluster except the head has the transpose of the input's projection. The head has a separate projection, as in
-    Transformer-XL's public code. Without biases it has none, as in fairseq (Baevski & Auli 2019).
-    """
-
-    def __init__(self, embedding: AdaptiveInput, *, biased: bool = True, dropout: float = 0.0) -> None:
-        super().__init__(embedding, embedding.bounds[1:-1], biased=biased, dropout=dropout)
-        self.tables = embedding.tables
-        dim = embedding.embedding_dim
-        head = nn.Linear(dim, dim, bias=False) if biased else nn.Identity()
-        self.projections: Any = nn.ModuleList([head, *list(embedding.projections)[1:]])
-        self.initialize()
-
-    def initialize(self) -> None:
-        """Draw the projections, the shared ones too, as the paper's public code does."""
-        for projection in self.projections:
-            if isinstance(projection, nn.Linear):
-                nn.init.normal_(projection.weight, std=PROJECTION_STD)
-
-    def _project(self, index: int, flat: Tensor) -> Tensor:
-        projection = self.projections[index]
-        if isinstance(projection, nn.Identity):
-            return flat.to(self._weight(index).dtype)
-        projected = F.linear(flat.to(projection.weight.dtype), projection.weight.T)
-        return self.dropout(projected) if index else projected
-
-    def _weight(self, index: int) -> Tensor:
-        return self.tables[index].weight
-
-
-class UntiedSoftmax(AdaptiveSoftmax):
-    """A plain softmax with a separate weight (V, D) and without biases: fairseq's output layer unless it is shared."""
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__(embedding, [], biased=False)
-        self.words = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
-
-    def _project(self, index: int, flat: Tensor) -> Tensor:
-        return flat.to(self.words.weight.dtype)
-
-    def _weight(self, index: int) -> Tensor:
-        return self.words.weight

@@ -1,7 +1,7 @@
 """Feature maps: each is an nn.Module from (..., head_dim) to (..., feature_dim), applied to each token separately.
 
-`FEATURE_MAPS[name](head_dim, **arguments)` builds one, a `FeatureMap`.
-A new map is one class here and one line of the table.
+`FEATURE_MAPS[name](head_dim, **arguments)` builds one, a `FeatureMap`. A new map is one class here and one line of the
+table. All take vectors of any floating dtype, and all but the identity return features in float32 (float64 stays).
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.modules.layers import at_least_float32, check
 from fairseq_fwp.ops.rule import is_transformed
 
 
@@ -26,27 +26,32 @@ class FeatureMap(nn.Module):
     A map that learns has `initialize()`, which draws its initial values.
     """
 
-    feature_dim: int
     positive: bool
     epsilon: float = 1e-6
     scale: float = 1.0
+
+    def __init__(self, feature_dim: int = 0) -> None:
+        super().__init__()
+        self.feature_dim = feature_dim
 
     def resample(self) -> None:
         """Draw random features again, for each mini-batch in training, never in evaluation. By default do nothing."""
 
 
+def resample(model: nn.Module) -> None:
+    """Draw the random features of all maps of a model again."""
+    for module in model.modules():
+        if isinstance(module, FeatureMap):
+            module.resample()
+
+
 class EluPlusOne(FeatureMap):
-    """The map phi(x) = ELU(x) + 1, that is x + 1 for x > 0 and exp(x) otherwise.
+    """The map phi(x) = ELU(x) + 1 > 0, that is x + 1 for x > 0 and exp(x) otherwise.
 
     Katharopoulos et al. 2020, arXiv 2006.16236, Eq. 7; Schlag et al. 2021, arXiv 2102.11174, Eq. 30.
-    Maps (..., head_dim) of any floating dtype to (..., feature_dim = head_dim) in float32 (float64 stays), > 0.
     """
 
     positive = True
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.feature_dim = head_dim
 
     def forward(self, x: Tensor) -> Tensor:
         x = at_least_float32(x)
@@ -72,9 +77,8 @@ class _EluPlusOne(torch.autograd.Function):
 class Dpfp(FeatureMap):
     """The map phi_(i nu)(x) = r([x; -x])_i r([x; -x])_(i - nu) with r(a) = max(a, 0), for shifts 1 to nu.
 
-    Schlag et al. 2021, arXiv 2102.11174, Eq. 37, in the order of its Listing 1 (App. C).
-    Maps (..., head_dim) of any floating dtype to (..., feature_dim = 2 head_dim nu) in float32 (float64 stays),
-    >= 0. A vector with no two positive neighbours maps to zero.
+    Schlag et al. 2021, arXiv 2102.11174, Eq. 37, in the order of its Listing 1 (App. C). It has 2 head_dim nu features.
+    A vector with no two positive neighbours maps to zero.
 
     Raises ValueError if nu is not in 1 ... 2 head_dim - 1, where every shift pairs different elements.
     """
@@ -83,8 +87,8 @@ class Dpfp(FeatureMap):
 
     def __init__(self, head_dim: int, nu: int = 1) -> None:
         super().__init__()
-        if not 1 <= nu <= 2 * head_dim - 1:
-            raise ValueError(f"`nu` must be from 1 to 2 * key dimension - 1 = {2 * head_dim - 1}, got {nu}")
+        most = 2 * head_dim - 1
+        check(1 <= nu <= most, f"`nu` must be from 1 to 2 * key dimension - 1 = {most}, got {nu}")
         self.nu = nu
         self.feature_dim = 2 * head_dim * nu
 
@@ -101,8 +105,7 @@ SEED_RANGE = 2**32
 class Favor(FeatureMap):
     """The map phi(x) = exp(-|x|^2 / 2) / sqrt(2 m) [exp(R x); exp(-R x)]; the mean of phi(q) . phi(k) is exp(q . k).
 
-    Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32. By default
-    there is no factor d^(-1/4) on q and k as in Choromanski's paper: projections can learn it.
+    Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32.
 
     features: m, by default half of head_dim (rounded up): feature_dim = 2 m is that of ELU+1 (Schlag, Table 2);
     draw: a key of `DRAWS`, the distribution of R;
@@ -110,20 +113,16 @@ class Favor(FeatureMap):
     redraw: every redraw-th call of `resample` draws R again, 0 = never;
     softmax_scale: multiply x by d^(-1/4), as in Choromanski's paper, to estimate exp(q . k / sqrt(d)).
 
-    Maps (..., d) of any floating dtype to (..., 2 m) in float32 (float64 stays), >= 0. No maximum over a sequence is
-    subtracted: that would look into the future and differ from decoding token by token. The exponent r . x - |x|^2 / 2
-    = |r|^2 / 2 - |x - r|^2 / 2 never exceeds |r|^2 / 2, about d / 2. float32 can represent its exponential for every x
-    if d is at most about 100, and otherwise for every x that is not close to a row of R. Attention normalisation is
-    exact while the product of two features is above 1e-24: for vectors up to a length of about 7. Longer vectors have
-    smaller outputs. A feature and its gradient are zero if the exponent is below -103, as for most x longer than about
-    15. A vector with only such features neither writes nor reads (the normalisations' lower bounds keep it zero).
+    No maximum over a sequence is subtracted: that would look into the future and differ from decoding token by token.
+    The exponent r . x - |x|^2 / 2 never exceeds |r|^2 / 2, about d / 2, which float32 can represent for d up to about
+    100. Attention normalisation is exact while the product of two features is above 1e-24: for vectors up to a length
+    of about 7. Longer vectors have smaller outputs. Beyond about 15 most features are zero, and so are their gradients.
 
-    Buffers: the projection R is float32 even in half-precision models (float64 in float64 models), and is not saved. It
-    is determined by redraw, seed and draws (the number of draws so far for redraw = 1). seed and draws stay on the CPU,
-    where R is drawn, even when a state is loaded: so an average of checkpoints has a valid draw. The seed comes from
-    torch's default generator at construction; a draw neither reads nor changes that generator. So workers that build
-    the same model from one seed draw the same matrices, and a resumed run continues the sequence. A state dict that
-    contains a projection, as in a converted model, is loaded and saved with it until the next draw.
+    R is float32 even in half-precision models (float64 in float64 models), and is not saved: seed and draws, the number
+    of draws so far, determine it. They stay on the CPU, where R is drawn, so an average of checkpoints has a valid
+    draw. The seed comes from torch's default generator at construction, which later draws neither read nor change. So
+    workers that build the same model draw the same matrices, and a resumed run continues the sequence. A state dict
+    that contains a projection, as in a converted model, is loaded and saved with it until the next draw.
 
     Raises ValueError if features is not positive, draw is unknown, offset is not in [0, infinity), or redraw is
     negative.
@@ -147,14 +146,10 @@ class Favor(FeatureMap):
     ) -> None:
         super().__init__()
         num_features = (head_dim + 1) // 2 if features is None else features
-        if num_features < 1:
-            raise ValueError(f"`features` must be at least 1, got {num_features}")
-        if draw not in DRAWS:
-            raise ValueError(f"`draw` must be one of {', '.join(DRAWS)}, got {draw!r}")
-        if not 0 <= offset < math.inf:
-            raise ValueError(f"`offset` must be a number of at least 0, got {offset}")
-        if redraw < 0:
-            raise ValueError(f"`redraw` must be a number of mini-batches, or 0 for never, got {redraw}")
+        check(num_features >= 1, f"`features` must be at least 1, got {num_features}")
+        check(draw in DRAWS, f"`draw` must be one of {', '.join(DRAWS)}, got {draw!r}")
+        check(0 <= offset < math.inf, f"`offset` must be a number of at least 0, got {offset}")
+        check(redraw >= 0, f"`redraw` must be a number of mini-batches, or 0 for never, got {redraw}")
         self.feature_dim = 2 * num_features
         self.draw = draw
         self.offset = offset
@@ -197,15 +192,14 @@ class Favor(FeatureMap):
         self.given = projection is not None
         if projection is None:
             self._draw()
-        elif projection.shape != self.projection.shape:
-            given = tuple(projection.shape)
-            raise ValueError(
-                f"{prefix}projection must be {tuple(self.projection.shape)}, got {given}, because the checkpoint "
-                f"has {given[0]} random vectors of size {given[-1]}: build the map with this "
-                "`features` and key dimension"
-            )
-        else:
-            self.projection = projection.to(self.projection)
+            return
+        given, own = tuple(projection.shape), tuple(self.projection.shape)
+        check(
+            given == own,
+            f"{prefix}projection must be {own}, got {given}, because the checkpoint has {given[0]} random vectors of "
+            f"size {given[-1]}: build the map with this `features` and key dimension",
+        )
+        self.projection = projection.to(self.projection)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -220,18 +214,10 @@ class Favor(FeatureMap):
             self.projection = projection.to(self.projection.device, torch.float32)
         return self
 
-    def extra_repr(self) -> str:
-        return f"num_features={self.feature_dim // 2}, draw={self.draw!r}, redraw={self.redraw}, scale={self.scale}"
-
 
 def gaussian_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
     """Draw independent rows from N(0, I): unbiased, Eq. 32 as printed."""
     return torch.randn(num_features, head_dim, generator=generator, device="cpu", dtype=torch.float64)
-
-
-def orthogonal_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
-    """Draw rows from N(0, I), orthogonal in blocks of head_dim: unbiased, with a smaller variance."""
-    return _orthogonal_blocks(num_features, head_dim, generator, haar=True)
 
 
 def authors_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
@@ -241,11 +227,11 @@ def authors_draw(num_features: int, head_dim: int, generator: torch.Generator) -
     decomposition are not corrected. So rows are not Gaussian. With head_dim 16, num_features 8 and |q| = |k| = 0.6 the
     estimate is 1% too small on average over directions, and 3% along some.
     """
-    return _orthogonal_blocks(head_dim, num_features, generator, haar=False).T
+    return orthogonal_draw(head_dim, num_features, generator, haar=False).T
 
 
-def _orthogonal_blocks(rows: int, columns: int, generator: torch.Generator, haar: bool) -> Tensor:
-    """Return (rows, columns) with rows orthogonal in blocks of `columns`, as long as independent Gaussian vectors.
+def orthogonal_draw(rows: int, columns: int, generator: torch.Generator, haar: bool = True) -> Tensor:
+    """Draw rows from N(0, I), orthogonal in blocks of `columns`: unbiased if they are Haar, with a smaller variance.
 
     In float64: after rounding to float32, results of all linear algebra libraries agree.
     """
@@ -260,31 +246,29 @@ def _orthogonal_blocks(rows: int, columns: int, generator: torch.Generator, haar
     return torch.cat(blocks) * lengths
 
 
-DRAWS = {"orthogonal": orthogonal_draw, "gaussian": gaussian_draw, "authors": authors_draw}
+DRAWS: dict[str, Callable[..., Tensor]] = {
+    "orthogonal": orthogonal_draw,
+    "gaussian": gaussian_draw,
+    "authors": authors_draw,
+}
 
 
 class LearnedRelu(FeatureMap):
-    """The map phi(x) = ReLU(W x + b) with W (features, head_dim) and b learned.
+    """The map phi(x) = ReLU(W x + b) with W (features, head_dim) and b learned; features: by default head_dim.
 
     Kasai et al. 2021, arXiv 2103.13076, Sec. 2.2 (T2R); the baseline of Mao 2022, arXiv 2210.04243. One W and b serve
     the queries and keys of all heads of a layer: a map sees one vector at a time, not which head it belongs to. They
     start as PyTorch's linear layers do, uniform within 1 / sqrt(head_dim).
 
-    Maps (..., head_dim) of any floating dtype to (..., feature_dim = features, default head_dim) in float32
-    (float64 stays), >= 0. A vector on the negative side of every row of W maps to zero.
-
-    Raises ValueError if features is not positive.
+    A vector on the negative side of every row of W maps to zero. Raises ValueError if features is not positive.
     """
 
     positive = True
 
     def __init__(self, head_dim: int, features: int | None = None) -> None:
-        super().__init__()
-        num_features = head_dim if features is None else features
-        if num_features < 1:
-            raise ValueError(f"`features` must be at least 1, got {num_features}")
-        self.feature_dim = num_features
-        self.linear = nn.Linear(head_dim, num_features)
+        super().__init__(head_dim if features is None else features)
+        check(self.feature_dim >= 1, f"`features` must be at least 1, got {self.feature_dim}")
+        self.linear = nn.Linear(head_dim, self.feature_dim)
 
     def initialize(self) -> None:
         """Draw W and b again."""
@@ -299,38 +283,29 @@ class LearnedRelu(FeatureMap):
 class Identity(FeatureMap):
     """The map phi(x) = x, as in Schlag et al. 2021, Sec. 3.1 (attention without softmax) and in Mao 2022.
 
-    Maps (..., head_dim) to itself. Its features have either sign, so no normalisation by a sum applies to it.
+    Its features have either sign, so no normalisation by a sum applies to it.
     """
 
     positive = False
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.feature_dim = head_dim
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
 class Tanh(FeatureMap):
-    """The map phi(x) = tanh(x), element by element.
+    """The map phi(x) = tanh(x), element by element: a baseline of Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1.2.
 
-    Schlag, Munkhdalai & Schmidhuber 2021, arXiv 2011.07831; the baseline of Schlag et al. 2021, arXiv 2102.11174,
-    Sec. 6.1.2. Maps (..., head_dim) of any floating dtype to (..., feature_dim = head_dim) in float32 (float64 stays).
+    Schlag, Munkhdalai & Schmidhuber 2021, arXiv 2011.07831, have it in the rule fwm.
     Its features have either sign, so no normalisation by a sum applies to it.
     """
 
     positive = False
 
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.feature_dim = head_dim
-
     def forward(self, x: Tensor) -> Tensor:
         return at_least_float32(x).tanh()
 
 
-FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "elu": EluPlusOne,
     "favor": Favor,
     "dpfp": Dpfp,

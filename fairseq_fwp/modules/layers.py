@@ -19,6 +19,12 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
 
 
+def check(condition: Any, message: str) -> None:
+    """Raise ValueError with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
 Entry = TypeVar("Entry")
 
 
@@ -58,10 +64,8 @@ class Dropout(nn.Dropout):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward blocks with residual connections (Vaswani et al. 2017, Sec. 3.1).
 
-    attention: (x, state, key_padding_mask) -> (y, state), with x and y (B, L, embed_dim); it takes `first` too if it
-    supports several documents;
-    activation: between the two feed-forward projections; dropout: after each block; activation_dropout: after the
-    activation;
+    attention: an `Attention`; activation: between the two feed-forward projections; dropout: after each block;
+    activation_dropout: after the activation;
     normalize_before: layer normalisation before each block (pre-norm) instead of after its residual (post-norm).
     """
 
@@ -128,19 +132,21 @@ def faster_linear(rows: int = MIN_ROWS, device: torch.device | None = None) -> A
 class OneDnnLinear(TorchFunctionMode):
     """`with OneDnnLinear(): ...` sends every float32 `F.linear` on a CPU, also in fairseq's modules, to oneDNN.
 
-    torch multiplies float32 matrices with MKL, which on processors other than Intel's leaves AVX-512 unused. On a core
-    of an AMD EPYC with AVX-512 it reaches 95 GFLOP/s, oneDNN 215; without AVX-512, MKL 80 and oneDNN 74. The products
-    of both are equally exact.
-
-    Gradients use oneDNN too. Second derivatives, torch.func, forward mode, other devices and other dtypes use torch.
+    torch multiplies float32 matrices with MKL, which leaves AVX-512 unused on AMD's processors: 95 GFLOP/s on a core of
+    an EPYC, and 215 with oneDNN, which is as exact. Gradients use oneDNN too. Second derivatives, torch.func, forward
+    mode, other devices and other dtypes use torch.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and not kwargs and _is_taken_over(*args[:2]):
-            return _through_onednn(*args)
-        return func(*args, **(kwargs or {}))
+        if func is not F.linear or kwargs or not _is_taken_over(*args[:2]):
+            return func(*args, **(kwargs or {}))
+        if not torch.is_grad_enabled():
+            return _product(*args)
+        # Rows, so that no view is made inside: it could not be changed in place.
+        x, weight, *bias = args
+        return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, *(bias or [None])).view(*x.shape[:-1], len(weight))
 
 
 @cache
@@ -167,13 +173,6 @@ def _is_taken_over(x: Tensor, weight: Tensor) -> bool:
         and _is_available()
         and not is_transformed()
     )
-
-
-def _through_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if torch.is_grad_enabled():
-        # Rows, so that no view is made inside: it could not be changed in place.
-        return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
-    return _product(x, weight, bias)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

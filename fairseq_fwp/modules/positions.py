@@ -1,7 +1,7 @@
 """Absolute positions for any integers, so that decoding and streams can continue from a count.
 
-A decoder calls its positions with the places (B, L) of tokens in their rows, 0 = the first token. It also says whether
-it is decoding, where the end of a sample is not known.
+A decoder calls its positions with the places (B, L) of tokens in their rows, 0 = the first token, for vectors (B, L,
+embed_dim). It also says whether it is decoding, where the end of a sample is not known.
 """
 
 import math
@@ -11,25 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.layers import check
+
 
 class LearnedPositions(nn.Module):
-    """Vectors (B, L, embed_dim) of positions (B, L), 0 = the first token.
-
-    count: the number of positions. Raises ValueError for a position without a vector.
-    """
+    """A vector for each of `count` positions. Raises ValueError for a position without a vector."""
 
     def __init__(self, count: int, embed_dim: int) -> None:
         super().__init__()
         self.table = nn.Embedding(count, embed_dim)
 
     def forward(self, positions: Tensor, decoding: bool = False) -> Tensor:
-        count = self.table.num_embeddings
         # A compiled graph takes one path for all inputs: it has only the error of the lookup.
-        if not torch.compiler.is_compiling() and positions.numel() and int(positions.max()) >= count:
-            raise ValueError(
-                f"the text must have at most {count} tokens, the positions that the model has learned, got "
-                f"{int(positions.max()) + 1}"
-            )
+        if not torch.compiler.is_compiling() and positions.numel():
+            count, needed = self.table.num_embeddings, int(positions.max()) + 1
+            what = f"the text must have at most {count} tokens, the positions that the model has learned"
+            check(needed <= count, f"{what}, got {needed}")
         found: Tensor = self.table(positions)
         return found
 
@@ -37,10 +34,7 @@ class LearnedPositions(nn.Module):
 class SinusoidalPositions(nn.Module):
     """Sinusoids of Vaswani et al. 2017, Sec. 3.5, in fairseq's layout (sines, then cosines) and with its offset.
 
-    fairseq's own module uses the length of the prefix as the position in decoding, and so needs the whole prefix. This
-    one takes positions (B, L), 0 = the first token, and returns (B, L, embed_dim), float32. It has no table, so that a
-    stream may have a hundred million tokens.
-
+    They are float32. There is no table, so that a stream may have a hundred million tokens.
     offset: fairseq's number of the first position, padding index + 1.
     """
 
@@ -54,16 +48,11 @@ class SinusoidalPositions(nn.Module):
         # float64: in float32 the angle of position ten million is off by half a radian.
         exponents = torch.arange(half, dtype=torch.float64, device=positions.device) / max(half - 1, 1)
         angles = (positions + self.offset).unsqueeze(-1) * torch.exp(-math.log(10000) * exponents)
-        sinusoids = torch.cat([angles.sin(), angles.cos()], dim=-1).float()
-        return F.pad(sinusoids, (0, self.embed_dim % 2))
+        return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1).float(), (0, self.embed_dim % 2))
 
 
 class CountedPositions(nn.Module):
-    """`SinusoidalPositions` of tokens (B, L), with the interface of fairseq's Transformer; padding is not counted.
-
-    fairseq's own module computes its whole table again for every token generated beyond the table's end, and counts
-    padding before a prefix as part of it.
-    """
+    """`SinusoidalPositions` of tokens (B, L), with the interface of fairseq's Transformer; padding is not counted."""
 
     # fairseq's encoder and decoder read this; sinusoids have no last position.
     max_positions = 10**6
@@ -88,10 +77,8 @@ class CountedPositions(nn.Module):
 class VaswaniPositions(nn.Module):
     """Sinusoids of Vaswani et al. 2017, Sec. 3.5, as printed, of distances from the end of the sample, which has 0.
 
-    Wavelengths are 10000^(2i / D) 2 pi, sines come before cosines, as in the public code of Transformer-XL. fairseq's
-    layout has other wavelengths: 10000^(i / (D/2 - 1)) 2 pi. positions (B, L) -> (B, L, embed_dim) in float64.
-
-    sample_length: in decoding, samples of this length follow each other.
+    Wavelengths are 10000^(2i / D) 2 pi, as in the public code of Transformer-XL; fairseq's are 10000^(i / (D/2 - 1)) 2
+    pi. Vectors are float64. sample_length: in decoding, samples of this length follow each other.
     """
 
     def __init__(self, embed_dim: int, sample_length: int) -> None:
@@ -100,10 +87,8 @@ class VaswaniPositions(nn.Module):
         self.sample_length = sample_length
 
     def forward(self, positions: Tensor, decoding: bool = False) -> Tensor:
-        if decoding:
-            distances = (self.sample_length - 1 - positions) % self.sample_length
-        else:
-            distances = positions[:, -1:] - positions
+        end = self.sample_length - 1
+        distances = (end - positions) % self.sample_length if decoding else positions[:, -1:] - positions
         return sinusoids(distances.double(), self.embed_dim)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.layers import at_least_float32, look_up
+from fairseq_fwp.modules.layers import at_least_float32, check, look_up
 
 
 class Gate(NamedTuple):
@@ -42,27 +42,28 @@ class UpdateRule(NamedTuple):
     """An update rule: operator(q, k, v, *gates, state, first=..., backend=...) -> (out, state), one tensor per gate.
 
     retrieves: it writes the difference to the value that the key retrieves; attention normalisation divides that too.
-    forgets: for attention normalisation that forgets as the rule: gates -> gates of the rule for values (B, H, L, 1) of
-        one. Its memory is the normaliser. None: the normaliser is the plain sum of the keys.
-    normalizer: another rule for the normaliser, if the rule also erases. Attention normalisation then only divides the
-        output, and must be set to do so.
+    forgets: for attention normalisation that forgets as the rule: gates -> gates of a rule for values (B, H, L, 1) of
+        one, see `normalizer`. Its memory is the normaliser. None: the normaliser is the plain sum of the keys.
     normalizes: whether attention normalisation is defined for the rule.
     steps: keys and values a token, N: k (B, H, L, N, Dk), v (B, H, L, N, Dv).
     short: an implementation that is faster for a short sequence from an empty memory, such as `ops.SumScores`.
-    write_strength: gates -> (B, H, L), how strongly a token writes; None: undefined. The rule's memory must be linear
-    in the values, and its transition symmetric (forgetting is the same forwards and backwards). A memory that is only
-    read at its end can then be read backwards from the query: see `synthetic/memory.py`.
+    write_strength: gates -> (B, H, L), how strongly a token writes; None: undefined. With it, a rule can be read
+        backwards from a query (`synthetic/memory.py`): it is linear in the values, and its transition is symmetric.
     """
 
     operator: Callable[..., tuple[Tensor, Tensor]]
     gates: tuple[Gate, ...] = ()
     retrieves: bool = False
     forgets: Callable[..., tuple[Tensor, ...]] | None = None
-    normalizer: Callable[..., tuple[Tensor, Tensor]] | None = None
     normalizes: bool = True
     steps: int = 1
     short: type[ops.SumScores] | None = None
     write_strength: Callable[..., Tensor | float] | None = None
+
+    @property
+    def normalizer(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """The rule of the normaliser, if this one also erases: only the output can then be normalised."""
+        return ops.gla_rule if self.retrieves and self.forgets else None
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Pickle an entry of the table as its name: its functions may have none."""
@@ -141,15 +142,15 @@ UPDATE_RULES = {
     "gated_delta": UpdateRule(
         ops.gated_delta_rule,
         (Gate("decay", at_padding=1, learned=MambaDecay), BETA),
+        retrieves=True,
         forgets=lambda decay, beta: (decay,),
-        normalizer=ops.gla_rule,
     ),
     "kda": UpdateRule(
         # Kimi Team 2025, Sec. 4: a decay for each dimension of the key, of the rank of a head.
         ops.gated_delta_rule,
         (Gate("decay", lambda dk, dv: dk, None, 1, learned=MambaDecay, rank=lambda dk, dv: dv), BETA),
+        retrieves=True,
         forgets=lambda decay, beta: (decay,),
-        normalizer=ops.gla_rule,
     ),
     "gdn2": UpdateRule(
         # Hatamizadeh et al. 2026: the decay of Kimi Delta Attention, and gates for erasing and writing.
@@ -159,8 +160,8 @@ UPDATE_RULES = {
             Gate("erase", lambda dk, dv: dk),
             Gate("write", lambda dk, dv: dv),
         ),
+        retrieves=True,
         forgets=lambda decay, erase, write: (decay,),
-        normalizer=ops.gla_rule,
     ),
     # Siems et al. 2025 use up to four steps a token; the symmetric group of three elements needs two.
     "delta_product": UpdateRule(
@@ -186,14 +187,11 @@ def find_rule(name: str) -> UpdateRule:
     """Return the rule of that name. Raises ValueError for an unknown name, and for an invalid rule."""
     rule = look_up("update rule", name, UPDATE_RULES)
     where = f"UPDATE_RULES[{name!r}]"
-    if not isinstance(rule, UpdateRule):
-        raise ValueError(f"{where} must be an UpdateRule, got {type(rule).__name__}")
-    if not isinstance(rule.gates, tuple) or not all(isinstance(gate, Gate) for gate in rule.gates):
-        raise ValueError(f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
-    gates = [gate.name for gate in rule.gates]
-    if isinstance(rule.operator, ops.Rule) and gates != [*rule.operator.gates]:
-        raise ValueError(
-            f"{where}: gates must be those of {rule.operator.name}, in their order: "
-            f"{', '.join(rule.operator.gates)}, got {', '.join(gates) or 'none'}"
-        )
+    check(isinstance(rule, UpdateRule), f"{where} must be an UpdateRule, got {type(rule).__name__}")
+    given = isinstance(rule.gates, tuple) and all(isinstance(gate, Gate) for gate in rule.gates)
+    check(given, f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
+    names = [gate.name for gate in rule.gates]
+    if isinstance(rule.operator, ops.Rule) and names != [*rule.operator.gates]:
+        known, got = ", ".join(rule.operator.gates), ", ".join(names) or "none"
+        raise ValueError(f"{where}: gates must be those of {rule.operator.name}, in their order: {known}, got {got}")
     return rule

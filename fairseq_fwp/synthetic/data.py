@@ -1,10 +1,9 @@
 """Generated sequences: pairs of keys and values with queries, and problems of state tracking and recall.
 
 `Associations` are those of Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1. The other problems distinguish
-update rules: sequences of symbols, with the right answer for some of their tokens. `parity` and `s3` ask for a state at
-every token: the parity of the ones so far, or the product of the permutations so far. Sources: Grazzi et al. 2025,
-arXiv 2411.12537; Siems et al. 2025, arXiv 2502.10297, Sec. 5. `mqar`, multi-query associative recall (Arora et al.
-2024, arXiv 2312.04927), writes pairs of a key and a value and later asks for them.
+update rules: sequences of symbols, with the right answer for some of their tokens. `parity` (Grazzi et al. 2025, arXiv
+2411.12537) and `s3` (Siems et al. 2025, arXiv 2502.10297, Sec. 5) ask for a state at every token. `mqar`, multi-query
+associative recall (Arora et al. 2024, arXiv 2312.04927), asks for values written before.
 """
 
 from collections.abc import Callable
@@ -49,6 +48,14 @@ class GeneratedSequences(FairseqDataset):
 
     size = num_tokens
 
+    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a batch for model and criterion; {} for no samples, as in a process without samples."""
+        return {**self.batch(default_collate(samples)), "nsentences": len(samples)} if samples else {}
+
+    def batch(self, stacked: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch of samples whose parts are stacked, without their number."""
+        raise NotImplementedError
+
 
 class Associations(GeneratedSequences):
     """Pairs of num_keys keys and as many values.
@@ -76,13 +83,9 @@ class Associations(GeneratedSequences):
             return generator.integers(self.num_keys, size=self.length)
         return generator.permutation(self.num_keys)[: self.length]
 
-    def collater(self, samples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """Return a batch for model and criterion; {} for no samples, as in a process without samples."""
-        if not samples:
-            return {}
-        inputs = default_collate(samples)
-        target = inputs.pop("target")
-        return {"net_input": inputs, "target": target, "ntokens": target.numel(), "nsentences": len(samples)}
+    def batch(self, stacked: dict[str, Any]) -> dict[str, Any]:
+        target = stacked.pop("target")
+        return {"net_input": stacked, "target": target, "ntokens": target.numel()}
 
 
 class Setting(NamedTuple):
@@ -102,13 +105,9 @@ def parity(generator: Generator, setting: Setting) -> Sequence:
     return bits, bits.cumsum() % 2
 
 
-def _permutation_table() -> np.ndarray:
-    """Return the table product[a, b] of the six permutations of three elements; a is applied first."""
-    group = list(permutations(range(3)))
-    return np.array([[group.index(tuple(b[i] for i in a)) for b in group] for a in group])
-
-
-S3 = _permutation_table()
+# The table product[a, b] of the six permutations of three elements; a is applied first.
+GROUP = list(permutations(range(3)))
+S3 = np.array([[GROUP.index(tuple(b[i] for i in a)) for b in GROUP] for a in GROUP])
 
 
 def s3(generator: Generator, setting: Setting) -> Sequence:
@@ -144,9 +143,9 @@ class ProblemSequences(GeneratedSequences):
     """
 
     def __init__(
-        self, problem: Problem, setting: Setting, first: int, padding: int, doubling: int | None, **options: Any
+        self, problem: Problem, setting: Setting, first: int, padding: int, doubling: int | None, **settings: Any
     ) -> None:
-        super().__init__(length=setting.length, **options)
+        super().__init__(length=setting.length, **settings)
         self.problem, self.setting, self.first, self.padding, self.doubling = problem, setting, first, padding, doubling
 
     def _setting(self) -> Setting:
@@ -162,18 +161,11 @@ class ProblemSequences(GeneratedSequences):
         target = np.where(answers == NOT_ASKED, self.padding, answers + self.first)
         return {"id": int(index), "symbols": symbols + self.first, "target": target}
 
-    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a batch for language models and their criteria; {} for no samples, as in a process without samples."""
-        if not samples:
-            return {}
-        batch = default_collate(samples)
-        symbols = batch.pop("symbols")
-        return {
-            **batch,
-            "net_input": {"src_tokens": symbols, "src_lengths": torch.full((len(samples),), symbols.shape[1])},
-            "ntokens": int((batch["target"] != self.padding).sum()),
-            "nsentences": len(samples),
-        }
+    def batch(self, stacked: dict[str, Any]) -> dict[str, Any]:
+        symbols = stacked.pop("symbols")
+        lengths = torch.full((len(symbols),), symbols.shape[1])
+        answers = int((stacked["target"] != self.padding).sum())
+        return {**stacked, "net_input": {"src_tokens": symbols, "src_lengths": lengths}, "ntokens": answers}
 
     @property
     def sizes(self) -> np.ndarray:

@@ -29,34 +29,27 @@ from fairseq_fwp.modules.attention.normalization import (
     running_sum,
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.modules.layers import at_least_float32, check
 from fairseq_fwp.modules.update_rules import Gate, find_rule
 
 
 class SoftmaxMemory(nn.Module):
     """The baseline, which stores every pair: softmax(q k^T / sqrt(d)) over all writes (Schlag et al. 2021, Eq. 7).
 
-    num_values: S.
+    num_values: S. It has no gates.
     """
+
+    initialize = staticmethod(nn.init.xavier_uniform_)  # of a projection, as in the paper's public code
 
     def __init__(self, num_values: int) -> None:
         super().__init__()
         self.num_values = num_values
 
     def gate_projections(self, in_features: int) -> nn.ModuleDict:
-        """Return no projections: this memory has no gates."""
         return nn.ModuleDict()
 
-    def resample(self) -> None:
-        """Do nothing: this memory has no random features."""
-
-    @staticmethod
-    def initialize(weight: Tensor) -> None:
-        """Draw a projection to keys or queries as the paper's public code does."""
-        nn.init.xavier_uniform_(weight)
-
     def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
-        """Return the retrieved values (B, Q, S) of the queries; gates is empty."""
+        """Return the retrieved values (B, Q, S) of the queries."""
         products = k @ q.transpose(1, 2) / math.sqrt(q.shape[-1])
         return distribute(products.softmax(1), values, self.num_values)
 
@@ -65,10 +58,8 @@ class FastWeightMemory(nn.Module):
     """A memory of a feature map, an update rule and two normalisations, as in `FastWeightAttention`.
 
     feature_map: a map built for d; update_rule: a key of `UPDATE_RULES`; num_values: S;
-    sum_normalization: of mapped q and k;
     attention_normalization: of the output, and of what a rule retrieves before it writes;
-    norm_read_out: layer normalisation of the output without weights, which the public code has for the rule fwm;
-    backend: of the operators.
+    norm_read_out: layer normalisation of the output without weights, which the public code has for the rule fwm.
 
     Raises ValueError for an unknown rule, and a rule of several keys a token. Also for a normalisation that the rule
     does not have, or with a map whose features may be negative.
@@ -86,26 +77,23 @@ class FastWeightMemory(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.rule = find_rule(update_rule)
+        self.rule = rule = find_rule(update_rule)
         self.sum_normalization, self.attention_normalization = fit_normalizations(
             feature_map, sum_normalization, attention_normalization
         )
-        if self.rule.steps > 1:
-            raise ValueError(
-                f"the update rule must have one key per token for associations, got {update_rule} with "
-                f"{self.rule.steps}"
-            )
-        if attention_normalization and (self.rule.normalizer or not self.rule.normalizes):
-            raise ValueError(
-                f"`attention_normalization` must be left out for the update rule {update_rule}, where it is not "
-                "defined: use `sum_normalization`"
-            )
+        what = "the update rule must have one key per token for associations"
+        check(rule.steps == 1, f"{what}, got {update_rule} with {rule.steps}")
+        check(
+            not attention_normalization or (rule.normalizes and not rule.normalizer),
+            f"`attention_normalization` must be left out for the update rule {update_rule}, where it is not defined: "
+            "use `sum_normalization`",
+        )
         self.feature_map = feature_map
         self.num_values = num_values
         self.norm_read_out = norm_read_out
         self.backend = backend
         self.gate_activations = nn.ModuleDict(
-            {gate.name: gate.learned(1, self._size(gate)) for gate in self.rule.gates if gate.learned}
+            {gate.name: gate.learned(1, self._size(gate)) for gate in rule.gates if gate.learned}
         )
 
     def _size(self, gate: Gate) -> int:
@@ -123,10 +111,6 @@ class FastWeightMemory(nn.Module):
             if gate.bias is not None:
                 linear.bias = nn.Parameter(gate.bias(size))
         return projections
-
-    def resample(self) -> None:
-        """Draw the random features again; to be called for each mini-batch in training."""
-        self.feature_map.resample()
 
     @staticmethod
     def initialize(weight: Tensor) -> None:
@@ -190,13 +174,6 @@ class FastWeightMemory(nn.Module):
         before = [gate[:, :, :-1] for gate in gates]
         out, _ = self.rule.operator(reads, writes, zeros, *before, state, backend=self.backend)
         return strength.unsqueeze(-1) * torch.cat([k[:, :, :1] @ state, out], dim=2).flip(2)
-
-    def extra_repr(self) -> str:
-        return (
-            f"feature_dim={self.feature_map.feature_dim}, num_values={self.num_values}, "
-            f"sum_normalization={self.sum_normalization}, attention_normalization={self.attention_normalization}, "
-            f"backend={self.backend!r}"
-        )
 
 
 def distribute(weights: Tensor, values: Tensor, num_values: int) -> Tensor:

@@ -28,13 +28,15 @@ from fairseq_fwp.models.attention_options import (
     build_normalizations,
     by_argument,
     construct,
+    flag,
     unused_options,
     used_options,
 )
 from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.models.presets import register
 from fairseq_fwp.modules.attention import SOFTMAX
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
+from fairseq_fwp.modules.layers import check
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
 from fairseq_fwp.synthetic.memory import FastWeightMemory, SoftmaxMemory
@@ -82,18 +84,20 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
         """Build the model; task.num_keys is S. Raises ValueError for a configuration that cannot be built."""
         for name in ("key_dim", "embed_dim"):
             value = getattr(cfg, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+            check(value is None or value >= 1, f"{flag(name)} must be at least 1, got {value}")
         embed_dim = int(2 * task.num_keys * EMBED_DIM_PER_SYMBOL) if cfg.embed_dim is None else cfg.embed_dim
-        memory = build_memory(cfg, task.num_keys)
-        options = FwpAssociativeRetrievalConfig
+        options, memory = FwpAssociativeRetrievalConfig, SoftmaxMemory(task.num_keys)
+        if cfg.update_rule != SOFTMAX:
+            given = {"feature_map": build_map(options, cfg, cfg.feature_map, cfg.key_dim), **build_normalizations(cfg)}
+            names = by_argument(options, *CAUSAL)
+            memory = construct(FastWeightMemory, cfg, names, num_values=task.num_keys, **given)
         warn_of_unused(unused_options(options, cfg, [used_options(options, cfg, type(memory), cfg.feature_map)]))
         return cls(memory, task.num_keys, embed_dim, cfg.key_dim)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
         """Return the retrieved values (B, Q, S) for keys and values (B, L) and queries (B, Q), all indices below S."""
         if self.training:
-            self.memory.resample()
+            resample(self)
         q = functional.embedding(queries, self.query_proj(self.embedding.weight))
         k = self._project(self.key_proj, keys, values)
         gates = [self._project(projection, keys, values) for projection in self.gate_projs.values()]
@@ -104,16 +108,6 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
         by_key, by_value = projection.weight.split([self.embedding.embedding_dim, self.embedding.num_embeddings], 1)
         by_key = functional.linear(self.embedding.weight, by_key, projection.bias)
         return functional.embedding(keys, by_key) + functional.embedding(values, by_value.T)
-
-
-def build_memory(cfg: FwpAssociativeRetrievalConfig, num_values: int) -> FastWeightMemory | SoftmaxMemory:
-    """Return softmax attention over all pairs, or a memory of feature map x update rule x normalisations."""
-    options = FwpAssociativeRetrievalConfig
-    if cfg.update_rule == SOFTMAX:
-        return SoftmaxMemory(num_values)
-    feature_map = build_map(options, cfg, cfg.feature_map, cfg.key_dim)
-    names, normalizations = by_argument(options, *CAUSAL), build_normalizations(cfg)
-    return construct(FastWeightMemory, cfg, names, feature_map=feature_map, num_values=num_values, **normalizations)
 
 
 # Figures 2 to 5 of Sec. 6.1 and App. D, all with keys of size 64. Rules that do not retrieve a value before they write

@@ -12,6 +12,8 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 
+from fairseq_fwp.models.attention_options import flag
+from fairseq_fwp.modules.layers import check
 from fairseq_fwp.options import option
 from fairseq_fwp.synthetic.data import PROBLEMS, Associations, GeneratedSequences, ProblemSequences, Setting
 
@@ -28,11 +30,11 @@ class GeneratedTask(FairseqTask):
         """Set up the task. Raises ValueError for settings that define no sequence."""
         for name, smallest in cls.smallest.items():
             value = getattr(cfg, name)
-            if value is not None and not value >= smallest:  # NaN is an error too
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, got {value}")
+            # NaN is an error too.
+            check(value is None or value >= smallest, f"{flag(name)} must be at least {smallest}, got {value}")
         task = cls(cfg)
-        for flag, training in (("--length", True), ("--valid-length", False)):
-            task.check_length(flag, task.length(training))
+        for name, training in (("--length", True), ("--valid-length", False)):
+            task.check_length(name, task.length(training))
         return task
 
     def length(self, training: bool) -> int:
@@ -107,22 +109,18 @@ class FwpAssociativeRetrievalTask(GeneratedTask):
         self.progress = Progress()
 
     def length(self, training: bool) -> int:
-        """Return the number of pairs of a sequence."""
         length = super().length(training)
         return self.num_keys * (2 if self.cfg.with_replacement else 1) if length is None else length
 
     def check_length(self, flag: str, length: int) -> None:
-        if length > self.num_keys and not self.cfg.with_replacement:
-            raise ValueError(
-                f"{flag} must be at most --num-keys = {self.num_keys} without --with-replacement, got {length}"
-            )
+        most = f"{flag} must be at most --num-keys = {self.num_keys} without --with-replacement"
+        check(length <= self.num_keys or self.cfg.with_replacement, f"{most}, got {length}")
 
     def sequences(self, training: bool, seed: tuple[int, ...]) -> Associations:
         """Return sequences: infinitely many with one query each for training."""
-        count, length = None if training else self.cfg.valid_sequences, self.length(training)
-        return Associations(
-            self.num_keys, self.cfg.with_replacement, not training, seed=seed, count=count, length=length
-        )
+        settings = {"seed": seed, "count": None if training else self.cfg.valid_sequences}
+        with_replacement, length = self.cfg.with_replacement, self.length(training)
+        return Associations(self.num_keys, with_replacement, not training, length=length, **settings)
 
     @property
     def ended(self) -> bool:
@@ -133,7 +131,6 @@ class FwpAssociativeRetrievalTask(GeneratedTask):
     def get_batch_iterator(
         self,
         dataset: Associations,
-        max_tokens: int | None = None,
         max_sentences: int | None = None,
         num_shards: int = 1,
         shard_id: int = 0,
@@ -264,17 +261,15 @@ class FwpSequenceProblemsTask(GeneratedTask):
 
     def check_length(self, flag: str, length: int) -> None:
         cfg, recall = self.cfg, str(self.cfg.problem) == "mqar"
-        if length > cfg.tokens_per_sample:
-            raise ValueError(f"{flag} must be at most --tokens-per-sample = {cfg.tokens_per_sample}, got {length}")
-        if cfg.double_pairs_every is not None and not recall:
-            raise ValueError(f"--problem must be mqar with --double-pairs-every, got {cfg.problem}")
-        if recall and cfg.pairs > cfg.symbols:
-            raise ValueError(f"--pairs must be at most --symbols = {cfg.symbols}, got {cfg.pairs}")
-        if recall and length <= 2 * cfg.pairs:
-            raise ValueError(
-                f"{flag} must be more than 2 x --pairs = {2 * cfg.pairs}, got {length}: a pair takes two tokens, and "
-                "what follows asks for values"
-            )
+        most = f"{flag} must be at most --tokens-per-sample = {cfg.tokens_per_sample}"
+        check(length <= cfg.tokens_per_sample, f"{most}, got {length}")
+        doubles = cfg.double_pairs_every is not None
+        check(recall or not doubles, f"--problem must be mqar with --double-pairs-every, got {cfg.problem}")
+        if recall:
+            check(cfg.pairs <= cfg.symbols, f"--pairs must be at most --symbols = {cfg.symbols}, got {cfg.pairs}")
+            more = f"{flag} must be more than 2 x --pairs = {2 * cfg.pairs}"
+            asks = "a pair takes two tokens, and what follows asks for values"
+            check(length > 2 * cfg.pairs, f"{more}, got {length}: {asks}")
 
     @property
     def source_dictionary(self) -> Dictionary:
@@ -284,15 +279,11 @@ class FwpSequenceProblemsTask(GeneratedTask):
     target_dictionary = source_dictionary
 
     def sequences(self, training: bool, seed: tuple[int, ...]) -> ProblemSequences:
-        return ProblemSequences(
-            PROBLEMS[str(self.cfg.problem)],
-            Setting(self.length(training), self.cfg.pairs, self.cfg.symbols),
-            self.dictionary.nspecial,
-            self.dictionary.pad(),
-            self.cfg.double_pairs_every if training else None,
-            seed=seed,
-            count=self.cfg.train_sequences if training else self.cfg.valid_sequences,
-        )
+        cfg, words = self.cfg, self.dictionary
+        setting = Setting(self.length(training), cfg.pairs, cfg.symbols)
+        doubling, count = (cfg.double_pairs_every, cfg.train_sequences) if training else (None, cfg.valid_sequences)
+        problem, settings = PROBLEMS[str(cfg.problem)], {"seed": seed, "count": count}
+        return ProblemSequences(problem, setting, words.nspecial, words.pad(), doubling, **settings)
 
     def max_positions(self) -> None:
-        """None, because all sequences are short enough."""
+        """Return None: all sequences are short enough."""

@@ -8,8 +8,7 @@ A decoder with `packs_documents = True` also takes `first=` (B, L), True at toke
 """
 
 import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +39,13 @@ class CarriedState:
         if "segment" not in sample:  # all streams have ended
             return compute(sample)
         net_input = {**sample["net_input"], "state": self._before(sample)}
-        with _new_states(model) as states:
+        # A hook, because criteria only read the first value that a model returns.
+        states: list[Any] = []
+        hook = model.register_forward_hook(lambda _module, _inputs, output: states.append(output[1]["state"]))
+        try:
             result = compute({**sample, "net_input": net_input})
+        finally:
+            hook.remove()
         state = None if sample["last"] else states[-1].detach()
         self._now = Memory(sample["segment"] + 1, tuple(sample["streams"]), state)
         return result
@@ -54,7 +58,8 @@ class CarriedState:
         """Return the state before a batch, None if all its rows start without a state."""
         device = sample["net_input"]["src_tokens"].device
         if self._saved is not None:
-            self._now = self._before_update = self._unpack(device)
+            buffer, self._saved = io.BytesIO(self._saved.numpy().tobytes()), None
+            self._now = self._before_update = Memory(*torch.load(buffer, map_location=device, weights_only=True))
         if sample["segment"] < self._now.segment:
             # --amp repeats an update with the same batches after an overflow.
             self._now = self._before_update
@@ -79,20 +84,3 @@ class CarriedState:
     def load(self, saved: Tensor) -> None:
         """Load the result of `save`; it is unpacked with the first batch, on its device."""
         self._saved = saved
-
-    def _unpack(self, device: torch.device) -> Memory:
-        assert self._saved is not None
-        buffer = io.BytesIO(self._saved.numpy().tobytes())
-        self._saved = None
-        return Memory(*torch.load(buffer, map_location=device, weights_only=True))
-
-
-@contextmanager
-def _new_states(model: nn.Module) -> Iterator[list[Any]]:
-    """Collect the states that the model returns, because criteria only read its first value."""
-    states: list[Any] = []
-    hook = model.register_forward_hook(lambda _module, _inputs, output: states.append(output[1]["state"]))
-    try:
-        yield states
-    finally:
-        hook.remove()

@@ -14,6 +14,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 
+from fairseq_fwp.modules.layers import check
 from fairseq_fwp.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.streams import StreamIterator, Streams
@@ -61,27 +62,24 @@ class FwpLanguageModelingTask(LanguageModelingTask):
     def setup_task(cls, args: Namespace, **kwargs: Any) -> "FwpLanguageModelingTask":
         """Set up the task. Raises ValueError for impossible settings, and FileNotFoundError without a dictionary."""
         dictionary, _ = cls.setup_dictionary(Namespace(data=args.data, output_dictionary_size=-1))
-        if args.tokens_per_sample < 1:
-            raise ValueError(f"--tokens-per-sample must be at least 1, got {args.tokens_per_sample}")
-        separator = args.reset_state_after
-        if separator and not args.carry_state:
-            raise ValueError("--carry-state must be on with --reset-state-after, got off")
-        if separator and dictionary and separator != BLANK_LINE and separator not in dictionary:
-            raise ValueError(
-                f"--reset-state-after must be a symbol of {os.path.join(args.data, 'dict.txt')}, "
-                f"{dictionary.eos_word} (the end of a line) or {BLANK_LINE}, got {separator!r}"
-            )
+        length, separator = args.tokens_per_sample, args.reset_state_after
+        check(length >= 1, f"--tokens-per-sample must be at least 1, got {length}")
+        check(args.carry_state or not separator, "--carry-state must be on with --reset-state-after, got off")
+        if separator and dictionary and separator != BLANK_LINE:
+            what = f"a symbol of {os.path.join(args.data, 'dict.txt')}, {dictionary.eos_word} (the end of a line)"
+            known = separator in dictionary
+            check(known, f"--reset-state-after must be {what} or {BLANK_LINE}, got {separator!r}")
         return cls(args, dictionary)
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
         """Build the model. Raises ValueError if it has no state to carry."""
         model = super().build_model(args, from_checkpoint)
-        if self.args.carry_state and not getattr(model.decoder, "carries_state", False):
-            raise ValueError(
-                f"--carry-state needs a model with a state of constant size, got {type(model).__name__} without one: "
-                "choose an --arch with fast weights in every layer or with a memory, give softmax layers an "
-                "--attention-window, or leave --carry-state out"
-            )
+        check(
+            getattr(model.decoder, "carries_state", False) or not self.args.carry_state,
+            f"--carry-state needs a model with a state of constant size, got {type(model).__name__} without one: "
+            "choose an --arch with fast weights in every layer or with a memory, give softmax layers an "
+            "--attention-window, or leave --carry-state out",
+        )
         self.packs_documents = getattr(model.decoder, "packs_documents", False)
         return model
 
@@ -130,12 +128,13 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         if use_cache and dataset in self.dataset_to_epoch_iter:
             return self.dataset_to_epoch_iter[dataset]
         length = self.args.tokens_per_sample
-        if max_positions is not None and length > max_positions:
-            raise ValueError(
-                f"--tokens-per-sample must be at most {max_positions}, as in training, got {length}: give "
-                f"--max-target-positions {length} to allow more"
-            )
+        check(
+            max_positions is None or length <= max_positions,
+            f"--tokens-per-sample must be at most {max_positions}, as in training, got {length}: give "
+            f"--max-target-positions {length} to allow more",
+        )
         batch_size = self._batch_size(max_tokens, max_sentences)
+        separator, packed = self.args.reset_state_after, dataset.documents is not None
         iterator = StreamIterator(
             Streams(dataset, batch_size, num_shards, shard_id, self.dictionary.pad(), self.dictionary.eos()),
             # fairseq saves and loads only the iterator over the training text.
@@ -145,7 +144,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
                 "--batch-size": batch_size,
                 "--tokens-per-sample": length,
                 "--carry-state": self.args.carry_state,
-                "--reset-state-after": self._reset_after(dataset),
+                # It decides where segments are cut.
+                "--reset-state-after": f"{separator} within segments" if packed else separator,
                 "tokens of text": len(dataset.text),
             },
             shard_id,
@@ -165,48 +165,38 @@ class FwpLanguageModelingTask(LanguageModelingTask):
             self.dataset_to_epoch_iter[dataset] = iterator
         return iterator
 
-    def _reset_after(self, blocks: TextBlocks) -> str | None:
-        """Return the separator after which states are reset: it decides where segments are cut."""
-        separator = self.args.reset_state_after
-        return separator if blocks.documents is None else f"{separator} within segments"
-
     def _batch_size(self, max_tokens: int | None, max_sentences: int | None) -> int:
         """Return the number of streams in a process."""
         length = self.args.tokens_per_sample
         limits = [max_sentences, None if max_tokens is None else max_tokens // length]
         given = [limit for limit in limits if limit is not None]
-        if not given:
-            raise ValueError("--batch-size must be the number of streams that a process reads in parallel, got none")
-        if min(given) < 1:
-            raise ValueError(
-                f"--batch-size and --max-tokens must allow one stream of {length} tokens (--tokens-per-sample), got "
-                f"{max_sentences} and {max_tokens}"
-            )
+        check(given, "--batch-size must be the number of streams that a process reads in parallel, got none")
+        what = f"--batch-size and --max-tokens must allow one stream of {length} tokens (--tokens-per-sample)"
+        check(min(given) >= 1, f"{what}, got {max_sentences} and {max_tokens}")
         return min(given)
 
     def eval_lm_dataloader(self, dataset: Any, *args: Any, context_window: int = 0, **kwargs: Any) -> Any:
         """Return fairseq's batches. Raises ValueError for a carried state and a context window."""
-        if self.args.carry_state or context_window:
-            raise ValueError(
-                "fairseq-eval-lm cannot carry a state or use a context window with this task: use fwp-eval-lm, or "
-                "fairseq-validate for a carried state and --task language_modeling for a window"
-            )
+        check(
+            not (self.args.carry_state or context_window),
+            "fairseq-eval-lm cannot carry a state or use a context window with this task: use fwp-eval-lm, or "
+            "fairseq-validate for a carried state and --task language_modeling for a window",
+        )
         return super().eval_lm_dataloader(dataset, *args, **kwargs)
 
     def train_step(self, sample: dict[str, Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run fairseq's training step with the carried state."""
         return self._carry(self.training_state, super().train_step, sample, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
-        """Run fairseq's optimizer step, which ends an update."""
         super().optimizer_step(optimizer, model, update_num)
         self.training_state.end_update()
 
     def valid_step(self, sample: dict[str, Any], model: Any, criterion: Any) -> Any:
-        """Run fairseq's validation step, with a separate carried state."""
         return self._carry(self.validation_state, super().valid_step, sample, model, criterion)
 
     def _carry(self, state: CarriedState, step: Any, sample: dict[str, Any], model: Any, *args: Any, **kw: Any) -> Any:
+        """Run fairseq's step; the model gets the carried state of the sample's streams."""
+
         def compute(sample: dict[str, Any]) -> Any:
             return step(sample, model, *args, **kw)
 

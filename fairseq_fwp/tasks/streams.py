@@ -29,21 +29,21 @@ class Streams:
 
     def batches(self) -> list[list[int]]:
         """Return this process's blocks for every segment; the number of segments is the same in all processes."""
-        first, end = self.bounds[:-1], self.bounds[1:]
-        return [
-            [int(first[s] + segment) for s in self.own if first[s] + segment < end[s]]
-            for segment in range(self.segments)
-        ]
+        own = [range(*self.bounds[stream : stream + 2].tolist()) for stream in self.own]
+        return [[blocks[t] for blocks in own if t < len(blocks)] for t in range(self.segments)]
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a batch for fairseq's language models, with the facts about its rows that a carried state needs.
 
         "segment": the number of blocks that the streams have read. "last": whether these are the last blocks.
         "streams": the numbers of the streams. "fresh": whether the block starts a stream or document, and so starts
-        without a state.
+        without a state. A process whose streams have ended gets a batch without targets: fairseq would repeat another
+        batch there, and with --update-freq skip earlier batches.
         """
         if not items:
-            return self._no_targets()
+            net_input = {"src_tokens": torch.tensor([[self.eos]]), "src_lengths": torch.tensor([1])}
+            nothing = {"id": torch.tensor([-1]), "nsentences": 0, "ntokens": 0}
+            return {**nothing, "net_input": net_input, "target": torch.tensor([[self.pad]])}
         batch = collate(items, self.pad, self.eos)
         ids = batch["id"].numpy()
         streams = np.searchsorted(self.bounds, ids, side="right") - 1
@@ -59,19 +59,6 @@ class Streams:
             # Lists, not tensors: they are read on the CPU, wherever fairseq moves the batch.
             "streams": streams.tolist(),
             "fresh": fresh.tolist(),
-        }
-
-    def _no_targets(self) -> dict[str, Any]:
-        """Return a batch without targets, for a process whose streams have ended.
-
-        fairseq would repeat another batch there, and with --update-freq skip earlier batches.
-        """
-        return {
-            "id": torch.tensor([-1]),
-            "nsentences": 0,
-            "ntokens": 0,
-            "net_input": {"src_tokens": torch.tensor([[self.eos]]), "src_lengths": torch.tensor([1])},
-            "target": torch.tensor([[self.pad]]),
         }
 
 
@@ -110,19 +97,15 @@ class StreamIterator(EpochBatchIterator):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the position. Raises RuntimeError for a checkpoint in mid-epoch of other streams."""
         if state_dict.get("iterations_in_epoch", 0) > 0:
-            self._check(state_dict.get("settings"))
+            saved, now = state_dict.get("settings") or {}, self.settings
+            others = [name for name in now if saved.get(name) != now[name]] if saved else []
+            difference = ", ".join(f"with {name} {saved.get(name)} (now {now[name]})" for name in others)
+            if others or not saved:
+                raise RuntimeError(
+                    f"a checkpoint in mid-epoch must be of the same task and streams, got one "
+                    f"{difference or 'of another task'}: give the same settings, or --reset-dataloader to begin at the "
+                    "start of the text"
+                )
             if self.carried is not None:
                 self.carried.load(state_dict["states"][self.process])
         super().load_state_dict(state_dict)
-
-    def _check(self, saved: dict[str, Any] | None) -> None:
-        if saved is None:
-            difference = "of another task"
-        else:
-            pairs = ((name, saved.get(name), value) for name, value in self.settings.items())
-            difference = ", ".join(f"with {name} {before} (now {now})" for name, before, now in pairs if before != now)
-        if difference:
-            raise RuntimeError(
-                f"a checkpoint in mid-epoch must be of the same task and streams, got one {difference}: give the same "
-                "settings, or --reset-dataloader to begin at the start of the text"
-            )

@@ -14,9 +14,8 @@ from torch import nn
 from fairseq_fwp.fast_weight_layer import FAST_WEIGHTS, GRADIENTS_AT, FastWeightLayer
 from fairseq_fwp.fast_weight_layer.initialization import DAMPING, SPREAD
 from fairseq_fwp.fast_weight_layer.layer import PACE, STEP_SIZE
-from fairseq_fwp.fast_weight_layer.model import build_shifted_softmax
 from fairseq_fwp.models.decoder import initialize
-from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
+from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention.base import detach, reorder, reset
 
 DIM, HIDDEN, WORDS = 6, 14, 23
@@ -29,15 +28,13 @@ PAIRS = [*(("both", kind) for kind in SOFTMAXES), *((fast, "adaptive") for fast 
 def build_softmax(kind, fast):
     cutoffs = SOFTMAXES[kind]
     words = AdaptiveInput(WORDS, DIM, cutoffs, 2, 1) if kind == "projected" else nn.Embedding(WORDS, DIM, 1)
-    if fast == "softmax-bias":
-        return build_shifted_softmax(words, cutoffs)
-    return ProjectedAdaptiveSoftmax(words) if kind == "projected" else TiedAdaptiveSoftmax(words, cutoffs)
+    return AdaptiveSoftmax(words, cutoffs, shifted=fast == "softmax-bias")
 
 
 def build(fast="both", kind="plain", **options):
     """Return a layer and an output softmax with large weights and different step sizes, in float64."""
     softmax = build_softmax(kind, fast)
-    layer = FastWeightLayer(DIM, HIDDEN, fast, getattr(softmax, "shift_entries", 0), **options)
+    layer = FastWeightLayer(DIM, HIDDEN, fast, softmax.shift_entries, **options)
     for module in (layer, softmax):
         for parameter in module.double().parameters():
             nn.init.normal_(parameter, std=0.5)
@@ -80,7 +77,7 @@ def apply(weights, h):
 
 def loss_of(softmax, weights, y, token):
     """Return the loss, with the bias of the softmax from the weights if it is fast."""
-    if "softmax.bias" in weights and hasattr(softmax, "shift_entries"):
+    if "softmax.bias" in weights and softmax.shift_entries:
         clusters = () if softmax.clusters is None else (softmax.clusters.bias,)
         y = torch.cat([y, weights["softmax.bias"] - torch.cat([softmax.bias, *clusters]).detach()])
     return -softmax.target_log_prob(y[None], token[None])[0]

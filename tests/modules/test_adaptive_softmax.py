@@ -7,12 +7,7 @@ from pairwise import looped
 from torch import nn
 
 from fairseq_fwp.modules import adaptive_softmax
-from fairseq_fwp.modules.adaptive_softmax import (
-    AdaptiveInput,
-    ProjectedAdaptiveSoftmax,
-    TiedAdaptiveSoftmax,
-    UntiedSoftmax,
-)
+from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 
 VOCABULARY, DIM = 30, 5
 
@@ -83,10 +78,10 @@ def test_autocast():
 def build(kind, cutoffs, padding_idx=None):
     """Return a softmax in float64, with large weights."""
     if kind == "tied":
-        module = TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM, padding_idx), cutoffs).double()
+        module = AdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM, padding_idx), cutoffs).double()
     else:
         embedding = AdaptiveInput(VOCABULARY, 4 ** len(cutoffs) * DIM, cutoffs, 4, padding_idx)
-        module = ProjectedAdaptiveSoftmax(embedding).double()
+        module = AdaptiveSoftmax(embedding).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
     return module
@@ -97,7 +92,7 @@ every_cutoffs = looped("cutoffs", [[], [10], [4, 9, 29]])
 
 
 def random_features(softmax, *shape):
-    return random(*shape, softmax.projections[0].out_features if hasattr(softmax, "projections") else DIM)
+    return random(*shape, softmax.projections[0].out_features if softmax.projections is not None else DIM)
 
 
 @every_kind
@@ -175,18 +170,16 @@ def test_cutoffs_that_do_not_part_the_vocabulary_are_refused(cutoffs):
 def test_tables_and_projections_are_shared_but_for_the_heads():
     embedding = AdaptiveInput(VOCABULARY, 32, [10, 20], 4)
     shared = set(embedding.parameters())
-    own = {
-        name for name, parameter in ProjectedAdaptiveSoftmax(embedding).named_parameters() if parameter not in shared
-    }
+    own = {name for name, parameter in AdaptiveSoftmax(embedding).named_parameters() if parameter not in shared}
     assert own == {"bias", "clusters.weight", "clusters.bias", "projections.0.weight"}
 
 
 OUTPUT_LAYERS = {
-    "biased": lambda: TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), [10, 20]),
-    "tied": lambda: TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), [], biased=False),
-    "untied": lambda: UntiedSoftmax(nn.Embedding(VOCABULARY, DIM)),
-    "projected": lambda: ProjectedAdaptiveSoftmax(AdaptiveInput(VOCABULARY, DIM, [10, 20], 2)),
-    "projected, tied": lambda: ProjectedAdaptiveSoftmax(AdaptiveInput(VOCABULARY, DIM, [10, 20], 2), biased=False),
+    "biased": lambda: AdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), [10, 20]),
+    "tied": lambda: AdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), [], biased=False),
+    "untied": lambda: AdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), biased=False, tied=False),
+    "projected": lambda: AdaptiveSoftmax(AdaptiveInput(VOCABULARY, DIM, [10, 20], 2)),
+    "projected, tied": lambda: AdaptiveSoftmax(AdaptiveInput(VOCABULARY, DIM, [10, 20], 2), biased=False),
 }
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fairseq_fwp.modules.layers import check
+
 State = TypeVar("State")
 
 
@@ -43,14 +45,16 @@ class Attention(nn.Module):
 
 def check_heads(embed_dim: int, num_heads: int) -> None:
     """Raise ValueError unless num_heads divides embed_dim and heads are not empty."""
-    if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
-        raise ValueError(f"`embed_dim` must be divisible by `num_heads`, got {embed_dim} and {num_heads}")
+    divides = num_heads >= 1 and embed_dim >= 1 and embed_dim % num_heads == 0
+    check(divides, f"`embed_dim` must be divisible by `num_heads`, got {embed_dim} and {num_heads}")
 
 
-def check_key_dim(key_dim: int) -> None:
-    """Raise ValueError unless key_dim is at least 1."""
-    if key_dim < 1:
-        raise ValueError(f"`key_dim` must be at least 1, got {key_dim}")
+def size_of_keys(embed_dim: int, num_heads: int, key_dim: int | None) -> int:
+    """Return the size of a head's keys: key_dim, None = D / H. Raises ValueError for invalid sizes."""
+    check_heads(embed_dim, num_heads)
+    size = embed_dim // num_heads if key_dim is None else key_dim
+    check(size >= 1, f"`key_dim` must be at least 1, got {size}")
+    return size
 
 
 def detach(state: State) -> State:
@@ -70,14 +74,43 @@ def reorder(state: State, rows: Tensor) -> State:
 
 
 def reset(state: State, rows: Tensor) -> State:
-    """Return the state, empty in the rows (B,) that are True. A part with the method `reset` does it."""
+    """Return the state, empty in the rows (B,) that are True. All tokens of a part with `padding` become padding."""
 
     def empty(part: Any) -> Any:
+        if hasattr(part, "padding"):
+            padded = rows.unsqueeze(1).expand(-1, part[0].shape[-2])
+            return part._replace(padding=padded if part.padding is None else part.padding | padded)
         if isinstance(part, Tensor):
             return part.masked_fill(rows.view(-1, *[1] * (part.dim() - 1)), 0)
-        return part.reset(rows) if hasattr(part, "reset") else part
+        return part
 
-    return tree_map(empty, state, is_leaf=lambda part: hasattr(part, "reset"))
+    return tree_map(empty, state, is_leaf=lambda part: hasattr(part, "padding"))
+
+
+def join_padding(past: Tensor | None, past_length: int, new: Tensor | None, length: int) -> Tensor | None:
+    """Return the masks (B, past_length) and (B, length) joined; None means no padding."""
+    known = new if past is None else past
+    if known is None:
+        return None
+    parts = ((past, past_length), (new, length))
+    return torch.cat([known.new_zeros(len(known), size) if part is None else part for part, size in parts], dim=1)
+
+
+def visible_keys(
+    length: int, total: int, padding: Tensor | None, device: torch.device, window: int | None = None
+) -> Tensor:
+    """Return a mask, True where one of the last `length` of `total` tokens sees a key: (L, S), or (B, 1, L, S).
+
+    padding (B, S): True at padding; window: a token sees itself and window - 1 tokens before it, None = all.
+    """
+    distance = torch.arange(total - length, total, device=device)[:, None] - torch.arange(total, device=device)
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if padding is None:
+        return visible
+    # A padded query sees itself: a row without visible keys would be NaN.
+    return ((visible & ~padding[:, None, :]) | (distance == 0)).unsqueeze(1)
 
 
 class Alignment:
@@ -105,27 +138,6 @@ class Alignment:
     def restore(self, x: Tensor) -> Tensor:
         """Return x (B, ..., L, d) moved from the last L columns back to the places of the queries."""
         return _take(x, self._outputs)
-
-
-def join_padding(past: Tensor | None, past_length: int, new: Tensor | None, length: int) -> Tensor | None:
-    """Return the masks (B, past_length) and (B, length) joined; None means no padding."""
-    if past is None and new is None:
-        return None
-    known = past if past is not None else new
-    assert known is not None
-    return torch.cat(
-        [
-            part if part is not None else known.new_zeros(known.shape[0], size)
-            for part, size in ((past, past_length), (new, length))
-        ],
-        dim=1,
-    )
-
-
-def reset_padding(padding: Tensor | None, rows: Tensor, length: int) -> Tensor:
-    """Return the mask (B, length), None = no padding, with all tokens padded in the rows (B,) that are True."""
-    padded = rows.unsqueeze(1).expand(-1, length)
-    return padded if padding is None else padding | padded
 
 
 def _take(x: Tensor, columns: Tensor) -> Tensor:

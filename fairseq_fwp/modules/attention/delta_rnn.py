@@ -83,11 +83,8 @@ class DeltaRnn(Attention):
         for t in range(x.shape[1]):
             if first is not None:
                 memory, y = reset((memory, y), first[:, t])
-            token = slice(t, t + 1)
-            fed_back = y.softmax(-1).unsqueeze(2)
-            out, written = ops.delta_rule(
-                fed_back, k[:, :, token], v[:, :, token], beta[:, :, token], memory, backend=self.backend
-            )
+            token = (part[:, :, t : t + 1] for part in (k, v, beta))
+            out, written = ops.delta_rule(y.softmax(-1).unsqueeze(2), *token, memory, backend=self.backend)
             new = z[:, :, t] + out.squeeze(2)
             if key_padding_mask is not None:
                 padded = key_padding_mask[:, t, None, None]
@@ -105,6 +102,5 @@ class DeltaRnn(Attention):
         return k.softmax(-1), v, projected[..., 2 * embed_dim :].sigmoid().transpose(1, 2)
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Numbers in both memories and the last output."""
         head_dim = self.out_proj.in_features // self.num_heads
         return self.feedforward.state_size(length) + self.num_heads * head_dim * (head_dim + 1)

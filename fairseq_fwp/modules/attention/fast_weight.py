@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Attention, check_heads, check_key_dim
+from fairseq_fwp.modules.attention.base import Attention, size_of_keys
 from fairseq_fwp.modules.attention.normalization import (
     AttentionNormalization,
     SumNormalization,
     fit_normalizations,
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.modules.layers import at_least_float32, check
 from fairseq_fwp.modules.update_rules import Gate, find_rule, unit_length
 
 
@@ -70,20 +70,16 @@ class FastWeightAttention(Attention):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        check_heads(embed_dim, num_heads)
-        key_dim = embed_dim // num_heads if key_dim is None else key_dim
-        check_key_dim(key_dim)
+        key_dim = size_of_keys(embed_dim, num_heads, key_dim)
         self.rule = rule = find_rule(update_rule)
-        if negative_eigenvalues and not any(gate.doubles for gate in rule.gates):
-            raise ValueError(
-                f"`negative_eigenvalues` must be off for the update rule {update_rule}, got on: it doubles the write "
-                "strength beta, which this rule does not have"
-            )
+        check(
+            not negative_eigenvalues or any(gate.doubles for gate in rule.gates),
+            f"`negative_eigenvalues` must be off for the update rule {update_rule}, got on: it doubles the write "
+            "strength beta, which this rule does not have",
+        )
         if not isinstance(feature_map, FeatureMap):
-            raise TypeError(
-                f"`feature_map` must be a FeatureMap such as FEATURE_MAPS['elu']({key_dim}), got "
-                f"{type(feature_map).__name__}"
-            )
+            example = f"FEATURE_MAPS['elu']({key_dim})"
+            raise TypeError(f"`feature_map` must be a FeatureMap such as {example}, got {type(feature_map).__name__}")
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.key_dim = key_dim
@@ -101,15 +97,12 @@ class FastWeightAttention(Attention):
         self.gate_expansions = nn.ModuleDict(
             {name: nn.Linear(rank, gate_sizes[name], bias=False) for name, rank in ranks.items()}
         )
+        learned = {gate.name: gate.learned for gate in rule.gates if gate.learned}
         self.gate_activations = nn.ModuleDict(
-            {
-                gate.name: gate.learned(num_heads, gate_sizes[gate.name] // num_heads)
-                for gate in rule.gates
-                if gate.learned
-            }
+            {name: activation(num_heads, gate_sizes[name] // num_heads) for name, activation in learned.items()}
         )
         if attention_normalization:
-            attention_normalization.check(update_rule, self.rule)
+            attention_normalization.check_rule(update_rule, rule)
         self.sum_normalization, self.attention_normalization = fit_normalizations(
             feature_map, sum_normalization, attention_normalization
         )
@@ -201,7 +194,7 @@ class FastWeightAttention(Attention):
 
         Raises ValueError for an x of other dimensions.
         """
-        if x.dim() != 3:
+        if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
             raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
         queries_keys, values, *gates = self.in_proj(x).split(self.sizes, dim=-1)
         if self.bias is not None:
@@ -233,25 +226,23 @@ class FastWeightAttention(Attention):
         k and v are (B, H, L, N, size) for a rule of several steps, a gate of one number is (B, H, L). A padded token
         has a key of zero, and gates that do not change the memory.
         """
+
+        def arrange_gate(gate: Gate, opened: Tensor) -> Tensor:
+            if key_padding_mask is not None and gate.at_padding is not None:
+                opened = opened.masked_fill(key_padding_mask[..., None, None], gate.at_padding)
+            opened = opened.transpose(1, 2)
+            return opened if gate.size else opened.squeeze(-1)
+
         steps = self.rule.steps
         v = v.permute(0, 3, 1, 2, 4)
         q, k = features.to(v.dtype).permute(0, 3, 1, 2, 4).split((1, steps), 3)
         if key_padding_mask is not None:
             k = k.masked_fill(key_padding_mask[:, None, :, None, None], 0)
-            gates = [
-                opened
-                if gate.at_padding is None
-                else opened.masked_fill(key_padding_mask[..., None, None], gate.at_padding)
-                for gate, opened in zip(self.rule.gates, gates, strict=True)
-            ]
-        gates = [
-            opened.transpose(1, 2) if gate.size else opened.transpose(1, 2).squeeze(-1)
-            for gate, opened in zip(self.rule.gates, gates, strict=True)
-        ]
+        gates = [arrange_gate(gate, opened) for gate, opened in zip(self.rule.gates, gates, strict=True)]
         return q.squeeze(3), *((k, v) if steps > 1 else (k.squeeze(3), v.squeeze(3))), gates
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Return the numbers in the fast weights for any length, without z as in Schlag et al. 2021, App. F."""
+        # Without z, as in Schlag et al. 2021, App. F.
         return self.num_heads * self.feature_map.feature_dim * self.head_dim
 
     def extra_repr(self) -> str:

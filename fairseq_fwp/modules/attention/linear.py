@@ -16,8 +16,6 @@ from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.layers import at_least_float32
 from fairseq_fwp.ops import scores_are_cheaper
 
-DIVISION = Division()
-
 
 class LinearAttention(Attention):
     """Attention y_i = phi(q_i) W / (z . phi(q_i)) with W = sum_j phi(k_j)^T v_j and z = sum_j phi(k_j).
@@ -41,7 +39,7 @@ class LinearAttention(Attention):
         feature_map: FeatureMap,
         *,
         source_dim: int | None = None,
-        division: Division = DIVISION,
+        division: Division = Division(),  # noqa: B008  (it is immutable)
         bias: bool = False,
     ) -> None:
         super().__init__()
@@ -58,8 +56,8 @@ class LinearAttention(Attention):
 
     def forward(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the output (B, L, D) of x (B, L, D) that attends to source (B, S, source_dim)."""
-        queries, keys = x.shape[1], source.shape[1]
-        if not scores_are_cheaper(queries * keys, queries + keys, (self.feature_map.feature_dim, self.head_dim)):
+        queries, keys, sizes = x.shape[1], source.shape[1], (self.feature_map.feature_dim, self.head_dim)
+        if not scores_are_cheaper(queries * keys, queries + keys, sizes):
             return self.read(x, self.summarize(source, key_padding_mask))
         weights, v = self._weights_and_values(x, source, key_padding_mask)
         with torch.autocast(v.device.type, enabled=False):
@@ -108,6 +106,3 @@ class LinearAttention(Attention):
         k, v = (self.split_heads(x) for x in self.kv_proj(source).chunk(2, dim=-1))
         k, v = at_least_float32(self.feature_map(k)), at_least_float32(v)
         return k if key_padding_mask is None else k.masked_fill(key_padding_mask[:, None, :, None], 0), v
-
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, division={self.division}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.modules.layers import at_least_float32, check
 from fairseq_fwp.modules.update_rules import UpdateRule
 
 # DPFP can map a vector to zero: it stays zero, and neither writes nor reads. fast-transformers adds 1e-6 to z . q,
@@ -39,8 +39,8 @@ class Division:
     add_epsilon: bool = False
 
     def __post_init__(self) -> None:
-        if self.epsilon is not None and not 0 < self.epsilon < math.inf:
-            raise ValueError(f"`epsilon` must be a number above 0, got {self.epsilon}")
+        valid = self.epsilon is None or 0 < self.epsilon < math.inf
+        check(valid, f"`epsilon` must be a number above 0, got {self.epsilon}")
 
     def with_epsilon(self: Kind, default: float) -> Kind:
         """Return a copy with the default epsilon if none was given."""
@@ -71,28 +71,21 @@ class AttentionNormalization(Division):
 
     read_out_only: bool = False
 
-    def check(self, name: str, rule: UpdateRule) -> None:
+    def check_rule(self, name: str, rule: UpdateRule) -> None:
         """Raise ValueError if this normalisation is not defined for the rule of that name."""
-        if not rule.normalizes:
-            raise ValueError(
-                f"`attention_normalization` must be left out for the update rule {name}, where it is not defined: "
-                "use `sum_normalization`"
-            )
-        if rule.normalizer and not self.read_out_only:
-            raise ValueError(
-                f"`read_out_only` must be given with `attention_normalization` for the update rule {name}: it erases "
-                "and forgets, so only its output can be normalised"
-            )
+        check(
+            rule.normalizes,
+            f"`attention_normalization` must be left out for the update rule {name}, where it is not defined: use "
+            "`sum_normalization`",
+        )
+        check(
+            self.read_out_only or not rule.normalizer,
+            f"`read_out_only` must be given with `attention_normalization` for the update rule {name}: it erases and "
+            "forgets, so only its output can be normalised",
+        )
 
     def apply(
-        self,
-        rule: UpdateRule,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: list[Tensor],
-        z: Tensor | None,
-        **options: Any,
+        self, rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], z: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the divisor of the output (B, H, L), k and v with which the rule retrieves normalised values, and z.
 
@@ -100,9 +93,8 @@ class AttentionNormalization(Division):
         options: of the operator, including `first`.
         """
         if rule.forgets is not None:
-            # The rule's own memory for values of one: it forgets as the rule does.
-            ones = torch.ones_like(v[..., :1])
-            wide = (at_least_float32(x) for x in (q, k, ones, *rule.forgets(*gates)))
+            # A memory for values of one, which forgets as the rule does.
+            wide = (at_least_float32(x) for x in (q, k, torch.ones_like(v[..., :1]), *rule.forgets(*gates)))
             operator = rule.normalizer or rule.operator
             divisor, z = operator(*wide, None if z is None else z.unsqueeze(-1), **options)
             return self.bound(divisor.squeeze(-1)), k, v, z.squeeze(-1)
@@ -175,20 +167,15 @@ def before_each(z: Tensor, first: Tensor | None) -> Tensor:
 
 
 def fit_normalizations(
-    feature_map: FeatureMap,
-    sum_normalization: SumNormalization | None,
-    attention_normalization: AttentionNormalization | None,
+    feature_map: FeatureMap, of_sum: SumNormalization | None, of_attention: AttentionNormalization | None
 ) -> tuple[SumNormalization | None, AttentionNormalization | None]:
     """Return both normalisations with the map's epsilon. Raises ValueError for features that may be negative."""
-    if (sum_normalization or attention_normalization) and not feature_map.positive:
-        raise ValueError(
-            f"features must not be negative for sum and attention normalisation, which divide by their sums, got "
-            f"those of {type(feature_map).__name__}: choose another map, or neither normalisation (an architecture "
-            "without presets, such as fwp_lm, has none)"
-        )
-    # Features of sum one have the same size with every map.
-    epsilon = NORMALIZATION_EPSILON if sum_normalization else feature_map.epsilon
-    return (
-        sum_normalization and sum_normalization.with_epsilon(feature_map.epsilon),
-        attention_normalization and attention_normalization.with_epsilon(epsilon),
+    check(
+        feature_map.positive or not (of_sum or of_attention),
+        f"features must not be negative for sum and attention normalisation, which divide by their sums, got those of "
+        f"{type(feature_map).__name__}: choose another map, or neither normalisation (an architecture without "
+        "presets, such as fwp_lm, has none)",
     )
+    # Features of sum one have the same size with every map.
+    epsilon = NORMALIZATION_EPSILON if of_sum else feature_map.epsilon
+    return of_sum and of_sum.with_epsilon(feature_map.epsilon), of_attention and of_attention.with_epsilon(epsilon)

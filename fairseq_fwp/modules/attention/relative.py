@@ -13,14 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import (
-    Alignment,
-    Attention,
-    check_heads,
-    join_padding,
-    reorder,
-    reset_padding,
-)
+from fairseq_fwp.modules.attention.base import Alignment, Attention, check_heads, join_padding, reorder, visible_keys
 from fairseq_fwp.modules.attention.softmax import attend
 from fairseq_fwp.modules.layers import Dropout
 from fairseq_fwp.modules.positions import sinusoids
@@ -39,12 +32,8 @@ class Memory(NamedTuple):
     hidden: Tensor
     padding: Tensor | None = None
 
-    def reset(self, rows: Tensor) -> "Memory":
-        """Return the state with padding in the rows of the batch that are True. rows: (B,) bool."""
-        return Memory(self.hidden, reset_padding(self.padding, rows, self.hidden.shape[1]))
-
     def last(self, count: int) -> "Memory":
-        """The newest `count` tokens, or all if there are fewer."""
+        """Return the newest `count` tokens, or all if there are fewer."""
         start = max(self.hidden.shape[1] - count, 0)
         return Memory(self.hidden[:, start:], None if self.padding is None else self.padding[:, start:])
 
@@ -65,14 +54,10 @@ class RelativeCache(NamedTuple):
         return RelativeCache(*reorder((self.keys, self.values), rows), self.distances, reorder(self.padding, rows))
 
     def last(self, count: int) -> "RelativeCache":
-        """The newest `count` tokens, or all if there are fewer."""
+        """Return the newest `count` tokens, or all if there are fewer."""
         start = max(self.keys.shape[2] - count, 0)
-        return RelativeCache(
-            self.keys[:, :, start:],
-            self.values[:, :, start:],
-            self.distances[:, :count],
-            None if self.padding is None else self.padding[:, start:],
-        )
+        keys, values, distances = self.keys[:, :, start:], self.values[:, :, start:], self.distances[:, :count]
+        return RelativeCache(keys, values, distances, None if self.padding is None else self.padding[:, start:])
 
 
 class SinusoidalDistances(nn.Module):
@@ -84,25 +69,17 @@ class SinusoidalDistances(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int, clamp_len: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.clamp_len = clamp_len
+        self.vector_size = embed_dim // num_heads
         self.proj = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.content_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
-        self.position_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
+        self.content_bias = nn.Parameter(torch.empty(num_heads, self.vector_size))
+        self.position_bias = nn.Parameter(torch.empty(num_heads, self.vector_size))
         self.dropout = Dropout(dropout, self)
         self.initialize()
-
-    @property
-    def vector_size(self) -> int:
-        """Numbers in the vector of a distance: d."""
-        return self.content_bias.shape[1]
 
     def initialize(self) -> None:
         """Draw u and v."""
         nn.init.normal_(self.content_bias, std=POSITION_STD)
         nn.init.normal_(self.position_bias, std=POSITION_STD)
-
-    def tie(self, other: "SinusoidalDistances") -> None:
-        """Share the u and v of another layer: one pair for all layers."""
-        self.content_bias, self.position_bias = other.content_bias, other.position_bias
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors of the keys and of the distances for q (B, H, L, d)."""
@@ -132,14 +109,10 @@ class LearnedDistances(nn.Module):
     def __init__(self, num_heads: int, head_dim: int, clamp_len: int, biased: bool = False) -> None:
         super().__init__()
         self.clamp_len = clamp_len
-        self.table = nn.Parameter(torch.empty(num_heads, clamp_len + 1, head_dim + biased))
+        self.vector_size = head_dim + biased
+        self.table = nn.Parameter(torch.empty(num_heads, clamp_len + 1, self.vector_size))
         self.content_bias = nn.Parameter(torch.empty(num_heads, head_dim)) if biased else None
         self.initialize()
-
-    @property
-    def vector_size(self) -> int:
-        """Numbers in the vector of a distance: d, or d + 1 with biases."""
-        return self.table.shape[2]
 
     def initialize(self) -> None:
         """Draw the vectors and u; the numbers of (d) start at 0."""
@@ -202,13 +175,13 @@ class RelativeAttention(Attention):
         distances = torch.cat([past.distances, self.positions(known, total).to(k.dtype)], dim=1)
         padding = join_padding(past.padding, past.keys.shape[2], key_padding_mask, x.shape[1])
         hidden = torch.cat([memory.hidden, x], dim=1) if isinstance(memory, Memory) else None
-        alignment = None if padding is None else Alignment(padding, x.shape[1])
-        if alignment is not None:
-            q, keys, values = alignment.align_queries(q), alignment.align(keys), alignment.align(values)
-            hidden, padding = None if hidden is None else alignment.align(hidden), alignment.padding
-        y = self._attend(q, keys, values, distances, padding)
-        if alignment is not None:
-            y = alignment.restore(y)
+        if padding is None:
+            y = self._attend(q, keys, values, distances, padding)
+        else:
+            alignment = Alignment(padding, x.shape[1])
+            keys, values, padding = alignment.align(keys), alignment.align(values), alignment.padding
+            hidden = None if hidden is None else alignment.align(hidden)
+            y = alignment.restore(self._attend(alignment.align_queries(q), keys, values, distances, padding))
         after = RelativeCache(keys, values, distances, padding) if hidden is None else Memory(hidden, padding)
         return self.out_proj(self.merge_heads(y)), after
 
@@ -226,18 +199,10 @@ class RelativeAttention(Attention):
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, distances: Tensor, padding: Tensor | None) -> Tensor:
         content, position = self.positions.queries(q)
-        scores = position * q.shape[-1] ** -0.5 @ distances.flip(1).transpose(-1, -2)
-        visible = _visible(q.shape[2], keys.shape[2], self.window, padding, q.device)
-        return attend(
-            content,
-            keys,
-            values,
-            attn_mask=_by_key(scores).masked_fill(~visible, -torch.inf),
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, window={self.window}, dropout={self.dropout}"
+        scores = _by_key(position * q.shape[-1] ** -0.5 @ distances.flip(1).transpose(-1, -2))
+        visible = visible_keys(q.shape[2], keys.shape[2], padding, q.device, self.window)
+        mask, dropout = scores.masked_fill(~visible, -torch.inf), self.dropout if self.training else 0.0
+        return attend(content, keys, values, attn_mask=mask, dropout_p=dropout)
 
 
 def _by_key(scores: Tensor) -> Tensor:
@@ -248,15 +213,3 @@ def _by_key(scores: Tensor) -> Tensor:
     """
     length, total = scores.shape[-2:]
     return scores.flatten(-2)[..., length - 1 :].unfold(-1, total, max(total - 1, 1))
-
-
-def _visible(length: int, total: int, window: int | None, padding: Tensor | None, device: torch.device) -> Tensor:
-    """Return a mask, True where one of the last `length` of `total` tokens sees a key: (L, S), or (B, 1, L, S)."""
-    distance = torch.arange(total - length, total, device=device)[:, None] - torch.arange(total, device=device)
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    if padding is None:
-        return visible
-    # A padded query sees itself: a row without visible keys would be NaN.
-    return ((visible & ~padding[:, None, :]) | (distance == 0)).unsqueeze(1)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Alignment, Attention, check_heads, join_padding, reset_padding
+from fairseq_fwp.modules.attention.base import Alignment, Attention, check_heads, join_padding, visible_keys
+from fairseq_fwp.modules.layers import check
 from fairseq_fwp.ops.rule import is_transformed
 
 
@@ -20,18 +21,11 @@ class KeyValueCache(NamedTuple):
     values: Tensor
     padding: Tensor | None = None
 
-    def reset(self, rows: Tensor) -> "KeyValueCache":
-        """Return the state with padding in the rows of the batch that are True. rows: (B,) bool."""
-        return KeyValueCache(self.keys, self.values, reset_padding(self.padding, rows, self.keys.shape[2]))
-
     def last(self, count: int) -> "KeyValueCache":
-        """The newest `count` tokens, or all if there are fewer."""
+        """Return the newest `count` tokens, or all if there are fewer."""
         start = max(self.keys.shape[2] - count, 0)
-        return KeyValueCache(
-            self.keys[:, :, start:],
-            self.values[:, :, start:],
-            None if self.padding is None else self.padding[:, start:],
-        )
+        padding = None if self.padding is None else self.padding[:, start:]
+        return KeyValueCache(self.keys[:, :, start:], self.values[:, :, start:], padding)
 
 
 class SoftmaxAttention(Attention):
@@ -57,17 +51,13 @@ class SoftmaxAttention(Attention):
     ) -> tuple[Tensor, KeyValueCache]:
         """Return y (B, L, D) for x (B, L, D), and the cache. key_padding_mask (B, L): True at padding."""
         q, k, v = self.project(x)
-        past = 0 if state is None else state.keys.shape[2]
         cache = extend(state, k, v, key_padding_mask)
-        mask = _attention_mask(x.shape[1], past, cache.padding, x.device)
-        y = attend(
-            q,
-            cache.keys,
-            cache.values,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and past == 0,
-        )
+        length, total = x.shape[1], cache.keys.shape[2]
+        masked = cache.padding is not None or length not in (1, total)
+        mask = visible_keys(length, total, cache.padding, x.device) if masked else None
+        dropout = self.dropout if self.training else 0.0
+        causal = mask is None and length == total
+        y = attend(q, cache.keys, cache.values, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.out_proj(self.merge_heads(y)), cache
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -75,8 +65,7 @@ class SoftmaxAttention(Attention):
         return self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Return the numbers in the keys and values of a sequence of `length` tokens."""
-        return 2 * length * self.out_proj.in_features
+        return 2 * length * self.out_proj.in_features  # keys and values
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
@@ -97,19 +86,6 @@ def extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | 
     return KeyValueCache(torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2), padding)
 
 
-def _attention_mask(length: int, past: int, padding: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return a mask, True where a query (of `length`) may see a key (of past + length), or None if not needed."""
-    if padding is None and (past == 0 or length == 1):
-        return None
-    query = torch.arange(past, past + length, device=device)[:, None]
-    key = torch.arange(past + length, device=device)[None, :]
-    mask = key <= query
-    if padding is None:
-        return mask
-    # A padded query sees itself: a row without visible keys would be NaN.
-    return (mask & (~padding[:, None, :] | (key == query))).unsqueeze(1)
-
-
 class LocalAttention(SoftmaxAttention):
     """Softmax attention of each token over itself and the window - 1 tokens before it.
 
@@ -123,8 +99,7 @@ class LocalAttention(SoftmaxAttention):
         self, embed_dim: int, num_heads: int, window: int, dropout: float = 0.0, *, bias: bool = False
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout, bias=bias)
-        if window < 1:
-            raise ValueError(f"`window` must be at least 1 token, got {window}")
+        check(window >= 1, f"`window` must be at least 1 token, got {window}")
         self.window = window
 
     def forward(
@@ -147,34 +122,25 @@ class LocalAttention(SoftmaxAttention):
     def _attend(self, q: Tensor, cache: KeyValueCache) -> Tensor:
         """Attend in blocks of b <= w queries, each over the w - 1 + b keys that its tokens see."""
         batch, _, length, _ = q.shape
+        total, past = cache.keys.shape[2], self.window - 1
         block = max(min(self.window, length), 1)
-        fill = -length % block
-        before = self.window - 1 - (cache.keys.shape[2] - length)
+        before, fill = past - (total - length), -length % block
         keys, values = (
-            F.pad(part, (0, 0, before, fill)).unfold(2, self.window - 1 + block, block).transpose(-1, -2)
+            F.pad(part, (0, 0, before, fill)).unfold(2, past + block, block).transpose(-1, -2)
             for part in (cache.keys, cache.values)
         )  # (B, H, n, w - 1 + b, d)
         queries = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, block))
-        padding = q.new_zeros(batch, cache.keys.shape[2], dtype=torch.bool) if cache.padding is None else cache.padding
-        padding = F.pad(padding, (before, fill), value=True).unfold(1, self.window - 1 + block, block)  # (B, n, ...)
-        columns = torch.arange(self.window - 1 + block, device=q.device)
-        distance = columns[self.window - 1 :, None] - columns
+        padding = q.new_zeros(batch, total, dtype=torch.bool) if cache.padding is None else cache.padding
+        padding = F.pad(padding, (before, fill), value=True).unfold(1, past + block, block)  # (B, n, w - 1 + b)
+        columns = torch.arange(past + block, device=q.device)
+        distance = columns[past:, None] - columns
         band = (distance >= 0) & (distance < self.window)
         # A padded query sees itself: a row without visible keys would be NaN.
         visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
         queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
-        y = attend(  # (B n, H, b, d)
-            queries,
-            keys,
-            values,
-            attn_mask=visible.flatten(0, 1).unsqueeze(1),
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        mask, dropout = visible.flatten(0, 1).unsqueeze(1), self.dropout if self.training else 0.0
+        y = attend(queries, keys, values, attn_mask=mask, dropout_p=dropout)  # (B n, H, b, d)
         return y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Return the numbers in the keys and values that one token of a sequence of `length` sees."""
         return super().state_size(self.window if carried else min(length, self.window))
-
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, window={self.window}, dropout={self.dropout}"
