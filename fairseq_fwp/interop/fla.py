@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops.arguments import state_dtype
+from fairseq_fwp.ops.convolution import causal_conv1d
 
 Results = tuple[Tensor, Any]
 Run = Callable[..., Results]
@@ -351,28 +352,16 @@ def causal_conv1d_fn(
     weight (D, W), bias (D,). seq_idx (B, T), integers: tokens of other sequences are not seen. initial_states
     (B, D, W - 1) precede x. return_final_states: also return the last W - 1 columns (B, D, W - 1).
     """
-    width = weight.shape[1]
     if seq_idx is not None and (initial_states is not None or return_final_states):
         raise ValueError("seq_idx must be left out with initial_states or return_final_states")
-    seen = F.pad(x, (width - 1, 0)) if initial_states is None else torch.cat([initial_states.to(x.dtype), x], -1)
-    out = _convolve(seen.to(weight.dtype), weight, bias, seq_idx)
-    out = _silu(out, activation).to(x.dtype)
+    before = weight.shape[1] - 1
+    seen = x if initial_states is None else torch.cat([initial_states.to(x.dtype), x], -1)
+    out = causal_conv1d(seen.mT, weight, bias, seq_idx).mT[..., seen.shape[-1] - x.shape[-1] :]
+    out = _silu(out, activation)
     if not return_final_states:
         return out
-    final = seen[..., seen.shape[-1] - (width - 1) :]
+    final = F.pad(seen, (before, 0))[..., seen.shape[-1] :]
     return out, final if final_states_out is None else final_states_out.copy_(final)
-
-
-def _convolve(seen: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Tensor:
-    if seq_idx is None:
-        return F.conv1d(seen, weight.unsqueeze(1), bias, groups=weight.shape[0])
-    width, length = weight.shape[1], seq_idx.shape[1]
-    before = F.pad(seq_idx, (width - 1, 0), value=-1)
-    out = seen.new_zeros(()) if bias is None else bias.unsqueeze(1)
-    for w in range(width):
-        part = seen[..., w : w + length] * weight[:, w : w + 1]
-        out = out + part.where((before[:, w : w + length] == seq_idx).unsqueeze(1), 0)
-    return out
 
 
 def causal_conv1d_update(
@@ -394,6 +383,5 @@ def causal_conv1d_update(
     tokens = x.unsqueeze(-1) if x.dim() == 2 else x
     seen = torch.cat([conv_state.to(x.dtype), tokens], -1)
     conv_state.copy_(seen[..., -conv_state.shape[-1] :])
-    used = seen[..., -(weight.shape[1] - 1 + tokens.shape[-1]) :]
-    out = _silu(_convolve(used.to(weight.dtype), weight, bias, None), activation).to(x.dtype)
+    out = _silu(causal_conv1d(seen.mT, weight, bias).mT[..., -tokens.shape[-1] :], activation)
     return out.squeeze(-1) if x.dim() == 2 else out

@@ -1,0 +1,84 @@
+"""A short causal convolution of each channel, as layers of today's models have before their rule.
+
+Its two operators have kernels for a CPU. Elsewhere, and without a compiler, PyTorch computes the definition.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.backend import kernel_ready
+from .arguments import state_dtype
+
+
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Tensor | None = None) -> Tensor:
+    """Return bias + sum_w weight_w * x_{t-W+1+w} for each channel; tokens before the first are zeros.
+
+    x, out: (B, L, D); weight: (D, W); bias: (D,). All but float64 is computed in float32.
+    sequence: (B, L), integers: a token does not see those with another number. None: each row is one sequence.
+
+    Chaudhari et al. 1989 call it a depthwise convolution; Gu & Dao 2023 (arXiv 2312.00752) put it before a memory.
+    """
+    wide = state_dtype(x.dtype)
+    given = (None if y is None else y.to(wide).contiguous() for y in (x, weight.t(), bias))
+    numbers = None if sequence is None else sequence.long().contiguous()
+    return _forward(*given, numbers).to(x.dtype)
+
+
+def _parts(x: Tensor, weight: Tensor, sequence: Tensor | None) -> list[Tensor]:
+    """Return, for each weight (D,), the rows of x that tokens see under it, or zeros."""
+    width, length = weight.shape[0], x.shape[1]
+    seen = F.pad(x, (0, 0, width - 1, 0))
+    parts = [seen[:, w : w + length] for w in range(width)]
+    if sequence is None:
+        return parts
+    before = F.pad(sequence, (width - 1, 0))
+    same = [(before[:, w : w + length] == sequence).unsqueeze(2) for w in range(width)]
+    return [part.where(is_same, 0) for part, is_same in zip(parts, same, strict=True)]
+
+
+@torch.library.custom_op("fwp::causal_conv1d", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -> Tensor:
+    if x.device.type == "cpu" and kernel_ready("cpu"):
+        return torch.ops.fwp.causal_conv1d(x, weight, bias, sequence)
+    out = x.new_zeros(x.shape) if bias is None else bias.expand(x.shape).clone()
+    for part, w in zip(_parts(x, weight, sequence), weight, strict=True):
+        out.addcmul_(part, w)
+    return out
+
+
+@torch.library.custom_op("fwp::causal_conv1d_backward", mutates_args=())
+def _backward(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if x.device.type == "cpu" and kernel_ready("cpu"):
+        return torch.ops.fwp.causal_conv1d_backward(x, weight, sequence, grad_out)
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return sum((part * w for part, w in zip(_parts(x, weight, sequence), weight, strict=True)), x.new_zeros(()))
+
+    return *torch.func.vjp(product, x, weight)[1](grad_out), grad_out.sum((0, 1))
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_backward.register_fake
+def _(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight), x.new_empty(x.shape[2])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, sequence = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight, sequence)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+    d_x, d_weight, d_bias = _backward(*ctx.saved_tensors, grad_out.contiguous())
+    return d_x, d_weight, d_bias if ctx.has_bias else None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,0 +1,111 @@
+"""The short convolution: its definition by a loop, gradients, operators, threads."""
+
+import pytest
+import torch
+from pairwise import looped
+
+from fairseq_fwp.ops import convolution
+from fairseq_fwp.ops.convolution import causal_conv1d
+
+SHAPES = [(2, 9, 5, 4), (1, 1, 70, 4), (3, 2, 3, 4), (2, 17, 130, 1), (1, 40, 64, 7), (2, 0, 4, 3), (0, 5, 4, 3)]
+
+
+def draw(batch, length, channels, width, dtype=torch.float64):
+    drawn = (
+        torch.randn(size, dtype=torch.float64) for size in ((batch, length, channels), (channels, width), (channels,))
+    )
+    return tuple(x.to(dtype).requires_grad_() for x in drawn)
+
+
+def numbers(batch, length):
+    return (torch.rand(batch, length) < 0.3).long().cumsum(1)
+
+
+def definition(x, weight, bias=None, sequence=None):
+    width, out = weight.shape[1], []
+    for t in range(x.shape[1]):
+        total = torch.zeros_like(x[:, t]) if bias is None else bias.expand_as(x[:, t])
+        for s in range(max(0, t - width + 1), t + 1):
+            part = weight[:, s - t + width - 1] * x[:, s]
+            total = total + (part if sequence is None else part * (sequence[:, s] == sequence[:, t]).unsqueeze(1))
+        out.append(total)
+    return torch.stack(out, 1) if out else x * 1.0
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def backend(request, monkeypatch):
+    """With the kernel, and as if it could not be built: the operators' bodies in Python."""
+    if request.param == "kernel":
+        return causal_conv1d
+    monkeypatch.setattr(convolution, "kernel_ready", lambda device: False)
+    forward, backward = (op._init_fn for op in (convolution._forward, convolution._backward))
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias, sequence):
+            convolution._setup_context(ctx, (x, weight, bias, sequence), None)
+            return forward(x, weight, bias, sequence)
+
+        @staticmethod
+        def backward(ctx, grad):
+            *saved, grads = *ctx.saved_tensors, grad
+            d_x, d_weight, d_bias = backward(*saved, grads.contiguous())
+            return d_x, d_weight, d_bias if ctx.has_bias else None, None
+
+    monkeypatch.setattr(convolution, "_forward", Function.apply)
+    return causal_conv1d
+
+
+@looped("with_bias", [True, False])
+@looped("documents", [True, False])
+@looped("shape", SHAPES)
+def test_results_and_gradients_are_those_of_the_definition(backend, shape, documents, with_bias):
+    given = draw(*shape)[: 2 + with_bias]
+    sequence = numbers(*shape[:2]) if documents else None
+    results = [function(*given, *[None] * (not with_bias), sequence) for function in (backend, definition)]
+    torch.testing.assert_close(*results)
+    weights = torch.randn_like(results[0])
+    found, expected = (torch.autograd.grad(out, given, weights, materialize_grads=True) for out in results)
+    torch.testing.assert_close(found, expected)
+
+
+@looped("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype):
+    x, weight, bias = (y.detach() for y in draw(2, 30, 70, 4, dtype))
+    out = causal_conv1d(x, weight, bias)
+    exact = definition(x.double(), weight.double(), bias.double())
+    assert out.dtype == dtype
+    torch.testing.assert_close(
+        out, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5 if dtype.itemsize == 4 else 1e-3
+    )
+
+
+def test_threads_batches_and_splits_change_no_bit():
+    x, weight, bias = (y.detach() for y in draw(3, 200, 300, 4, torch.float32))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            leaves = [y.clone().requires_grad_() for y in (x, weight, bias)]
+            out = causal_conv1d(*leaves)
+            found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert torch.equal(causal_conv1d(x[1:2], weight, bias), found[0][0][1:2])
+    assert torch.equal(causal_conv1d(x[:, 97:], weight, bias)[:, 3:], found[0][0][:, 100:])
+    first = (torch.arange(200) >= 97).long().expand(3, -1)
+    assert torch.equal(causal_conv1d(x, weight, bias, first)[:, 97:], causal_conv1d(x[:, 97:], weight, bias))
+
+
+def test_operators_and_layouts():
+    x, weight, bias = draw(2, 9, 5, 4)
+    arguments = (x, weight.detach().t().contiguous(), bias, numbers(2, 9))
+    torch.library.opcheck(convolution._forward, arguments)
+    strided = x.detach().mT.contiguous().mT
+    torch.testing.assert_close(causal_conv1d(strided, weight, bias), causal_conv1d(x, weight, bias))
+    compiled = torch.compile(causal_conv1d, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight, bias), causal_conv1d(x, weight, bias))
+    for wrong in ((x, weight[:4]), (x[0], weight), (x, weight, bias[:3])):
+        with pytest.raises((RuntimeError, ValueError)):
+            causal_conv1d(*wrong)
