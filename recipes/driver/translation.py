@@ -79,7 +79,9 @@ evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It pri
     def cut_into_pieces(self, work: Path) -> None:
         """Split all texts into subwords: one vocabulary for both languages, learned only on the training text."""
         both, codes = work / "both", work / "bpe" / "codes"
-        both.write_bytes(b"".join((work / "tok" / f"train.{language}").read_bytes() for language in LANGUAGES))
+        with both.open("wb") as file:
+            for language in LANGUAGES:
+                file.write((work / "tok" / f"train.{language}").read_bytes())
         learn_bpe(both, self.args.merges, codes)
         both.unlink()
         for name in (f"{split}.{language}" for split in SPLITS for language in LANGUAGES):

@@ -43,19 +43,24 @@ def document_starts(words: list[str], block: int | None) -> set[int]:
     return {0} | {place for place in lines if words[place : place + 1] == ["="] and words[place + 1] != "="}
 
 
+def read_scores(path: Path) -> list[tuple[str, float]]:
+    """Return the tokens of a text, with their log-probabilities."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return [(row["token"], float(row["log_prob"])) for row in rows]
+
+
 def compare(base: Path, other: Path, block: int | None = None) -> Iterator[Token]:
     """Yield the tokens that both files score. Raises RecipeError if they score different texts."""
-    with base.open(encoding="utf-8", newline="") as first, other.open(encoding="utf-8", newline="") as second:
-        read = [list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)) for file in (first, second)]
-    words, theirs = ([row["token"] for row in rows] for rows in read)
-    if words != theirs:
+    ours, theirs = read_scores(base), read_scores(other)
+    words = [word for word, _ in ours]
+    if words != [word for word, _ in theirs]:
         raise RecipeError(f"{base} and {other} score different texts: evaluate both models on one.")
     starts, start, seen = document_starts(words, block), 0, Counter[str]()
-    for place, (old, new) in enumerate(zip(*read, strict=True)):
+    for place, ((word, old), (_, new)) in enumerate(zip(ours, theirs, strict=True)):
         if place in starts:
             start, seen = place, Counter()
-        word = words[place]
-        yield Token(word, float(new["log_prob"]) - float(old["log_prob"]), place - start, seen[word])
+        yield Token(word, new - old, place - start, seen[word])
         seen[word] += 1
 
 
