@@ -98,6 +98,9 @@ def decode(model, tokens):
 
 def serve(calls):
     """Print the names of the calls, then answer each line "number repetitions" with the seconds of that call."""
+    torch.set_num_threads(1)
+    for call in calls.values():
+        call()
     print(json.dumps(list(calls)), flush=True)
     for line in sys.stdin:
         which, often = map(int, line.split())
