@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from fairseq_fwp.ops.arguments import Results, Shape
 from fairseq_fwp.ops.rule import Rule
@@ -38,11 +39,12 @@ def check_rule(rule: Rule, seed: int = 0) -> None:
             _check_splits(rule, inputs)
             _check_independence(rule, inputs)
             _check_gradients(rule, inputs)
+        except AssertionError as error:
+            raise AssertionError(f"{rule.name}: {error}") from None
         except RuntimeError as error:
-            raise AssertionError(
-                f"{rule.name}: the step must take memory (B, H, Dk, Dv), k (B, H, Dk), v (B, H, Dv) and its gates, and "
-                f"must not change them in place, got the error: {error}"
-            ) from error
+            takes = "memory (B, H, Dk, Dv), k (B, H, Dk), v (B, H, Dv) and its gates"
+            message = f"the step must take {takes}, and must not change them in place, got the error: {error}"
+            raise AssertionError(f"{rule.name}: {message}") from error
 
 
 def sample_inputs(
@@ -71,18 +73,17 @@ def _part(inputs: dict[str, Any], tokens: slice, state: Tensor | None) -> dict[s
 def _check_results(rule: Rule, inputs: dict[str, Any]) -> None:
     given = {name: x.clone() for name, x in inputs.items()}
     out, state = rule(**inputs)
-    name = rule.name
     shape = (*inputs["q"].shape[:3], SIZES["Dv"])
-    assert out.shape == shape and out.dtype == torch.float64, f"{name}: out must be float64 of {shape}"
-    assert state.shape == inputs["state"].shape, f"{name}: the state must be {tuple(inputs['state'].shape)}"
-    assert out.isfinite().all() and state.isfinite().all(), f"{name}: out and state must be finite"
-    assert all(torch.equal(x, given[key]) for key, x in inputs.items()), f"{name} must not change its arguments"
+    assert out.shape == shape and out.dtype == torch.float64, f"out must be float64 of {shape}"
+    assert state.shape == inputs["state"].shape, f"the state must be {tuple(inputs['state'].shape)}"
+    assert out.isfinite().all() and state.isfinite().all(), "out and state must be finite"
+    assert all(torch.equal(x, given[key]) for key, x in inputs.items()), "the rule must not change its arguments"
     half = {key: x.float() if key == "state" else x.bfloat16() for key, x in inputs.items()}
     out, state = rule(**half)
-    assert out.dtype == torch.bfloat16, f"{name}: out must have the dtype of v"
-    assert state.dtype == torch.float32, f"{name}: the state of bfloat16 inputs must be float32"
+    assert out.dtype == torch.bfloat16, "out must have the dtype of v"
+    assert state.dtype == torch.float32, "the state of bfloat16 inputs must be float32"
     out, state = rule(**_part(inputs, slice(0, 0), inputs["state"]))
-    assert torch.equal(state, inputs["state"]), f"{name}: the state after no token must be the one before it"
+    assert torch.equal(state, inputs["state"]), "the state after no token must be the one before it"
 
 
 def _check_causality(rule: Rule, inputs: dict[str, Any], others: dict[str, Any]) -> None:
@@ -91,30 +92,23 @@ def _check_causality(rule: Rule, inputs: dict[str, Any], others: dict[str, Any])
         for name, x in inputs.items()
     }
     out, found = rule(**inputs)[0], rule(**changed)[0]
-    assert torch.equal(out[:, :, :CUT], found[:, :, :CUT]), f"{rule.name}: a token must not read later tokens"
+    assert torch.equal(out[:, :, :CUT], found[:, :, :CUT]), "a token must not read later tokens"
     changed = inputs | {"v": torch.cat([inputs["v"][:, :, :CUT], others["v"][:, :, CUT:]], 2)}
     found = rule(**changed)[0]
-    assert not torch.equal(out[:, :, CUT], found[:, :, CUT]), f"{rule.name}: a token must read its own write"
+    assert not torch.equal(out[:, :, CUT], found[:, :, CUT]), "a token must read its own write"
 
 
 def _check_splits(rule: Rule, inputs: dict[str, Any]) -> None:
-    def split(state: Tensor | None, of_rest: Tensor | None = None, carries: bool = True) -> Results:
-        before, carried = rule(**_part(inputs, slice(0, CUT), state))
-        after, final = rule(**_part(inputs, slice(CUT, None), carried if carries else of_rest))
+    def split(carries: bool) -> Results:
+        before, carried = rule(**_part(inputs, slice(0, CUT), inputs["state"]))
+        after, final = rule(**_part(inputs, slice(CUT, None), carried if carries else None))
         return torch.cat([before, after], 2), final
 
-    torch.testing.assert_close(
-        split(inputs["state"]),
-        rule(**inputs),
-        msg=f"{rule.name}: a sequence split in two must give the same results as the whole one",
-    )
+    same = "a sequence split in two must give the same results as the whole one"
+    assert_close(split(carries=True), rule(**inputs), msg=same)
     first = torch.zeros(SIZES["B"], SIZES["L"], dtype=torch.bool)
     first[:, CUT] = True
-    torch.testing.assert_close(
-        split(inputs["state"], carries=False),
-        rule(**inputs, first=first),
-        msg=f"{rule.name}: a document must begin with an empty memory",
-    )
+    assert_close(split(carries=False), rule(**inputs, first=first), msg="a document must begin with an empty memory")
 
 
 def _check_independence(rule: Rule, inputs: dict[str, Any]) -> None:
@@ -122,16 +116,10 @@ def _check_independence(rule: Rule, inputs: dict[str, Any]) -> None:
     for axis, what in enumerate(("sequences", "heads")):
         for index in range(SIZES["BH"[axis]]):
             one = {name: x.narrow(axis, index, 1) for name, x in inputs.items()}
-            torch.testing.assert_close(
-                rule(**one),
-                tuple(x.narrow(axis, index, 1) for x in results),
-                msg=f"{rule.name}: {what} must be independent of each other",
-            )
-    torch.testing.assert_close(
-        results,
-        rule(**inputs, backend="reference"),
-        msg=f"{rule.name}: the family must give the same results as the step",
-    )
+            expected = tuple(x.narrow(axis, index, 1) for x in results)
+            assert_close(rule(**one), expected, msg=f"{what} must be independent of each other")
+    same = "the family must give the same results as the step"
+    assert_close(results, rule(**inputs, backend="reference"), msg=same)
 
 
 def _check_gradients(rule: Rule, inputs: dict[str, Any]) -> None:
@@ -143,6 +131,6 @@ def _check_gradients(rule: Rule, inputs: dict[str, Any]) -> None:
 
     found = torch.autograd.grad(function(*leaves.values())[0].square().sum(), list(leaves.values()))
     for gate, gradient in zip(leaves, found, strict=True):
-        assert gradient.any(), f"{rule.name}: out must depend on {gate}"
+        assert gradient.any(), f"out must depend on {gate}"
     right = torch.autograd.gradcheck(function, tuple(leaves.values()), raise_exception=False)
-    assert right, f"{rule.name}: gradients must equal finite differences"
+    assert right, "gradients must equal finite differences"

@@ -84,10 +84,7 @@ def import_plugin(folder: str | None) -> None:
 
 
 def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Load the language model of a checkpoint, its task on the data folder, and the configuration of both.
-
-    Raises ValueError or OSError where that is impossible; the message says what to do.
-    """
+    """Load the language model of a checkpoint, its task and its configuration, or raise ValueError or OSError."""
     state = load_state(path)
     cfg, state["args"] = state["cfg"], None  # checkpoints of an earlier fairseq have both
     overwrite_args_by_name(cfg, {**read_overrides(path, cfg, overrides), "data": data})
