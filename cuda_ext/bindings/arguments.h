@@ -6,7 +6,7 @@
 
 #include <optional>
 
-#include "token_tensors.h"
+#include "../rule.h"
 
 namespace fwp {
 

@@ -35,14 +35,6 @@ Tensor contiguous(const Optional& x) { return x ? x->contiguous() : Tensor(); }
 const void* data(const Tensor& x) { return x.defined() ? x.const_data_ptr() : nullptr; }
 void* memory(const Tensor& x) { return x.defined() ? x.mutable_data_ptr() : nullptr; }
 
-Rule cuda_rule(const Arguments& given, const TokenTensors& in) {
-  if (given.removes()) return Rule::removal;
-  if (in.value_decay.defined()) return Rule::decay;
-  if (in.key_decay.defined()) return given.erases ? Rule::gated_delta_by_key : Rule::gated_by_key;
-  if (in.head_decay.defined()) return given.erases ? Rule::gated_delta : Rule::gated;
-  return given.erases ? Rule::delta : Rule::sum;
-}
-
 // Shared by both passes: the checked arguments in kernel form, on q's device and its current stream.
 struct Pass {
   const fwp::Sizes size;
@@ -55,25 +47,21 @@ struct Pass {
   Pass(const Arguments& given, const Tensor& values)
       : size(given.q, values), state_type(fwp::state_type(given.q)), guard(given.q.device()),
         in((check_all(given, values), prepare_all(given, size))), state(contiguous(given.state)),
-        first(contiguous(given.first)), rule(cuda_rule(given, in)) {}
+        first(contiguous(given.first)), rule(rule_of(given)) {}
 
   Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options()); }
   Tensor empty_in_state_type(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options().dtype(state_type)); }
   std::array<int64_t, 5> kept_sizes() const { return {size.B, size.H, size.L / kChunk, size.Dk, size.Dv}; }
 
-  Inputs inputs() const {
-    return {tokens(in.q), tokens(in.k), tokens(in.v), tokens(in.head_decay), tokens(in.key_decay), tokens(in.value_decay),
-            tokens(in.rate), tokens(in.removal_key), tokens(in.removal), data(state)};
-  }
+  Inputs inputs() const { return {in.map(tokens), data(state)}; }
 
   // `launch` gets a Call and returns null or an error message.
   template <typename F>
   void run(bool is_backward, F launch) const {
-    const Sizes sizes{size.B, size.H, size.L, size.Dk, size.Dv};
     const Type type = type_of(in.q.scalar_type());
     void* const stream = c10::cuda::getCurrentCUDAStream(in.q.device().index()).stream();
     const bool* const starts = first.defined() ? first.const_data_ptr<bool>() : nullptr;
-    Call call{sizes, type, rule, starts, nullptr, stream};
+    Call call{size, type, rule, starts, nullptr, stream};
     // The workspace may be freed before the kernels have run: only later work of this stream gets its memory.
     const Tensor workspace = at::empty({int64_t(workspace_bytes(call, is_backward))}, in.q.options().dtype(at::kByte));
     call.workspace = memory(workspace);
@@ -129,9 +117,7 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
   if (in.removal.defined()) to.removal = like(in.removal), to.removal_key = like(in.removal_key);
   const Tensor d_initial = state ? pass.empty_in_state_type(pass.size.state()) : Tensor();
   pass.run(true, [&](const Call& call) {
-    const Gradients gradients{target(to.q),           target(to.k),          target(to.v),    target(to.head_decay),
-                              target(to.key_decay),   target(to.value_decay), target(to.rate), target(to.removal_key),
-                              target(to.removal),     memory(d_initial)};
+    const Gradients gradients{to.map(target), memory(d_initial)};
     return backward(call, pass.inputs(), {tokens(found), tokens(d_out), data(states), data(d_state)}, gradients);
   });
   return gradients(given, pass.size, to, d_initial);

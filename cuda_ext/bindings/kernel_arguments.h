@@ -21,13 +21,12 @@ using TokenTensors = TokenTensorsOf<Tensor>;
 // An operator cannot return an undefined tensor: a tensor of shape (0,) stands for it.
 inline Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
 
-// Rules, grouped by the kernels that they need.
-enum class Rule { kSum, kDelta, kForget, kRetrieve };
-
 inline Rule rule_of(const Arguments& given) {
-  if (given.removes() || (given.erases && given.forgets())) return Rule::kRetrieve;
-  if (given.erases) return Rule::kDelta;
-  return given.forgets() || given.rate ? Rule::kForget : Rule::kSum;
+  if (given.removes()) return Rule::removal;
+  if (given.value_decay) return Rule::decay;
+  if (given.decay && !given.decays_by_head()) return given.erases ? Rule::gated_delta_by_key : Rule::gated_by_key;
+  if (given.decay || (given.rate && !given.erases)) return given.erases ? Rule::gated_delta : Rule::gated;
+  return given.erases ? Rule::delta : Rule::sum;
 }
 
 // Inputs of the kernels. An absent gate that a kernel needs is one. On a CPU all inputs have the dtype of the
@@ -46,13 +45,11 @@ inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::
   const auto ones = [&](at::IntArrayRef sizes) {
     return (sizes.size() == 3 ? at::ones({}, in.q.options()) : at::ones({sizes[3]}, in.q.options())).expand(sizes);
   };
-  const Rule rule = rule_of(given);
-  const bool fades = rule == Rule::kForget || rule == Rule::kRetrieve;
   if (!in.rate.defined() && (given.erases || !type)) in.rate = ones(size.rates());
-  if (!fades) return in;
   in.removal_key = ready(given.removal_key), in.removal = ready(given.removal);
-  const bool by_head = !given.removes() && !given.value_decay && (given.decays_by_head() || !given.decay);
-  if (by_head)
+  const Rule rule = rule_of(given);
+  if (rule == Rule::sum || rule == Rule::delta) return in;
+  if (rule == Rule::gated || rule == Rule::gated_delta)
     in.head_decay = given.decay ? ready(given.decay) : ones(size.rates());
   else if (given.decays_by_head())
     in.key_decay = ready(given.decay).unsqueeze(-1).expand(size.keys()).contiguous();

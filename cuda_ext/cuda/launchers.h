@@ -6,13 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../rule.h"
+
 namespace fwp::cuda {
 
 enum class Type { float32, float64, bfloat16, float16 };
 
-struct Sizes {
-  int64_t B, H, L, Dk, Dv;
-};
+using Sizes = Lengths;
 
 // An input (B, H, L, D), or (B, H, L) for one number per token. Strides are in elements, and may be 0 (expanded tensors); the
 // last dimension D must be contiguous. `data` is null if a rule does not have this input.
@@ -29,15 +29,6 @@ struct Target {
   Type type = Type::float32;
 };
 
-// What a rule does before it writes:
-//   - sum: nothing
-//   - gated, gated_by_key, decay: multiply by a decay per head, per key dimension, or per key and value dimension
-//   - delta and gated_delta*: also erase what the key retrieves
-//   - removal: remove what another key retrieves
-enum class Rule {
-  sum, delta, gated, gated_by_key, decay, gated_delta, gated_delta_by_key, removal
-};
-
 // Arguments of both passes. They launch on the current device and return before the kernels have run.
 struct Call {
   Sizes size;
@@ -48,10 +39,9 @@ struct Call {
   void* stream;       // cudaStream_t
 };
 
-// The inputs of a rule. All rules have a rate; sum and delta have no decays. head_decay: gated and gated_delta. key_decay: the other rules with
-// decays, and removal. value_decay: decay. removal_key and `removal`, the vector that is removed: removal. `state` may be null.
-struct Inputs {
-  Tokens q, k, v, head_decay, key_decay, value_decay, rate, removal_key, removal;
+// All rules have a rate; sum and delta have no decays. head_decay: gated and gated_delta. key_decay: the other rules with
+// decays, and removal. `state` may be null.
+struct Inputs : TokenTensorsOf<Tokens> {
   const void* state = nullptr;
 };
 
@@ -68,8 +58,7 @@ struct Backward {
   const void *kept = nullptr, *d_state = nullptr;
 };
 
-struct Gradients {
-  Target q, k, v, head_decay, key_decay, value_decay, rate, removal_key, removal;
+struct Gradients : TokenTensorsOf<Target> {
   void* state = nullptr;  // null: not written
 };
 

@@ -53,12 +53,14 @@ void for_documents(const Tensor& first, F f) {
 }
 
 void run(Rule rule, const Forward& pass) {
-  constexpr decltype(&sum_forward) kPasses[] = {&sum_forward, &delta_forward, &forget_forward, &retrieve_forward};
+  constexpr decltype(&sum_forward) kPasses[] = {&sum_forward,    &delta_forward,    &forget_forward,   &forget_forward,
+                                                &forget_forward, &retrieve_forward, &retrieve_forward, &retrieve_forward};
   kPasses[int(rule)](pass);
 }
 
 void run(Rule rule, const Backward& pass) {
-  constexpr decltype(&sum_backward) kPasses[] = {&sum_backward, &delta_backward, &forget_backward, &retrieve_backward};
+  constexpr decltype(&sum_backward) kPasses[] = {&sum_backward,    &delta_backward,    &forget_backward,   &forget_backward,
+                                                 &forget_backward, &retrieve_backward, &retrieve_backward, &retrieve_backward};
   kPasses[int(rule)](pass);
 }
 

@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "../../cpu/state_block.h"
-#include "../token_tensors.h"
+#include "../../rule.h"
 
 namespace fwp::cpu {
 
