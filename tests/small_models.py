@@ -1,4 +1,4 @@
-"""Small language models of every kind, built as fairseq builds them, and how they read and learn."""
+"""Small models of every kind, built as fairseq builds them, and how language models read and learn."""
 
 import copy
 import io

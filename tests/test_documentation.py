@@ -217,7 +217,7 @@ PAGES_THAT_PRINT = (
     "fairseq", "library", "checkpoints", "architecture", "determinism",
 )  # fmt: skip
 NUMBER = re.compile(r"([-+]?\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[-+]?\d+)?)")
-OF_THIS_MACHINE = re.compile(r"(wps|ups|bsz|wall|free|time|took|seed)\W*$")
+OF_THIS_MACHINE = re.compile(r"(\bin |\ds \(|(wps|ups|wall)\W*)$")  # before a time or a speed
 
 
 def pattern(line):
@@ -257,7 +257,8 @@ def find(line, output, start=0):
 
 def test_a_page_may_print_close_numbers_but_no_others_and_no_other_words():
     assert find("... | valid | loss 10.3, ppl  1e-3 | ...", "x | valid | loss 9, ppl 2.0e-3 | y")
-    assert find("wps 1,200", "wps 3") and not find("loss 1,200", "loss 3") and not find("loss 5", "loss 0")
+    assert find("3 tokens in 20.9s (2484.25 tokens/s), wps 1,200", "3 tokens in 1.0s (1.5 tokens/s), wps 3")
+    assert not find("loss 1,200", "loss 3") and not find("loss 5", "loss 0")
     assert not find("... | valid | loss 10.3", "x | train | loss 9")
 
 
