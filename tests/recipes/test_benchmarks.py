@@ -182,18 +182,22 @@ def run(part, folder, *flags, **environment):
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """All calls, with a library whose check says that a rule has failed."""
-    folder, library = tmp_path_factory.mktemp("cache"), load_kernels("cpu").path
-    copy = shutil.copytree(Path(library).parent, folder / Path(library).parent.name)
-    digest = hashlib.sha256(Path(library).read_bytes()).hexdigest()
-    found = {"library": digest, "faults": {"cpu:0": {"gla_rule": "is off"}}}
+def checked(tmp_path_factory):
+    """FWP_CACHE_DIR with our library, and a note of its check: a rule has failed."""
+    folder, library = tmp_path_factory.mktemp("cache"), Path(load_kernels("cpu").path)
+    copy = shutil.copytree(library.parent, folder / library.parent.name)
+    found = {"library": hashlib.sha256(library.read_bytes()).hexdigest(), "faults": {"cpu:0": {"gla_rule": "is off"}}}
     (copy / "checked.json").write_text(json.dumps(found))
-    out = tmp_path_factory.mktemp("out")
+    return {"FWP_CACHE_DIR": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory, checked):
+    folder = tmp_path_factory.mktemp("out")
     for part in ("measure", "models", "laws"):
-        done = run(part, out, FWP_CACHE_DIR=str(folder))
+        done = run(part, folder, **checked)
         assert done.returncode == 0, done.stderr
-    return out
+    return folder
 
 
 def test_every_part_of_a_gpu(load, out):
@@ -239,14 +243,14 @@ def test_publish(load, out, tmp_path, monkeypatch, capsys):
     assert f"| delta, fla vs delta, kernel | {SHAPE} | - | not available" in shown
 
 
-def test_without_time_all_is_named(load, tmp_path):
-    assert run("measure", tmp_path, "--seconds", "0").returncode == 0
+def test_without_time_all_is_named(load, checked, tmp_path):
+    assert run("measure", tmp_path, "--seconds", "0", **checked).returncode == 0
     record = load("record").Record.read(tmp_path / "gpu_measure.csv")
     assert "no time was left for it" in record.values(SHAPE, TRAINING, "delta, kernel")
 
 
-def test_the_cases_of_the_sanitizer_run(tmp_path):
-    done = run("cases", tmp_path)
+def test_the_cases_of_the_sanitizer_run(checked, tmp_path):
+    done = run("cases", tmp_path, **checked)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 13, done.stderr
     assert "(1, 2, 2100, 128, 128)" in done.stdout and "nan" not in done.stdout
 
