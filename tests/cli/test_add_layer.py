@@ -3,11 +3,13 @@
 import json
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from cli.test_eval_lm import preprocess, train_model
 from pairwise import looped
+from refusals import refused
 from small_models import build_model
 
 from fairseq_fwp.cli import add_layer, eval_lm
@@ -68,8 +70,8 @@ def run(folder, name, *flags):
 def test_an_existing_file_is_kept(folder):
     path = next(folder.glob("*/checkpoint_last.pt"))
     before = path.read_bytes()
-    with pytest.raises(SystemExit, match=r"--out must be a new file, got .*checkpoint_last\.pt, which exists"):
-        add_layer.main([str(folder / "data"), "--path", str(path), "--out", str(path)])
+    says = r"--out must be a new file, got .*checkpoint_last\.pt, which exists"
+    refused(add_layer.main, folder / "data", "--path", path, "--out", path, says=says)
     assert path.read_bytes() == before
 
 
@@ -159,38 +161,29 @@ def test_what_is_not_in_the_flags_is_left_to_fairseq(folder, tmp_path):
 
 
 @looped(
-    ("name", "sentence"),
+    "name, says",
     [
         ("no last norm", "the model must end with a layer normalisation, got --no-decoder-final-norm: train"),
         ("layer", "must be fwp_lm or fwp_xl_lm, got fwp_fwl_lm"),
         ("nothing", "there is no checkpoint"),
     ],
 )
-def test_refusals_write_nothing(folder, name, sentence):
-    with pytest.raises(SystemExit, match=sentence):
-        run(folder, name)
-    assert not list(folder.glob(f"{name}.pt*"))
+def test_refusals(folder, name, says):
+    arguments = [folder / "data", "--path", folder / name / "checkpoint_last.pt", "--out", folder / f"{name}.pt"]
+    refused(add_layer.main, *arguments, says=says, out=folder / f"{name}.pt")
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("", "the text .*train.bin must have at least one token, got none"),
-        (None, "the text 'train' must exist in .*, got only test"),
-    ],
+@looped(
+    "empty, says", [(True, "must have at least one token, got none"), (False, "'train' must exist in .*, got only")]
 )
-def test_there_has_to_be_a_training_text(folder, tmp_path, text, sentence):
-    data, out = tmp_path / "data", tmp_path / "start.pt"
-    shutil.copytree(folder / "data", data)
+def test_there_has_to_be_a_training_text(folder, tmp_path, empty, says):
+    data = Path(shutil.copytree(folder / "data", tmp_path / f"{empty}"))
     for file in data.glob("train.*"):
         file.unlink()
-    if text is not None:
-        for name in ("train.bin", "train.idx"):
-            (data / name).touch()
-    path = folder / "local" / "checkpoint_last.pt"
-    with pytest.raises(SystemExit, match=f"^fwp-add-layer: {sentence}"):
-        add_layer.main([str(data), "--path", str(path), "--out", str(out)])
-    assert not out.exists()
+        if empty:
+            file.touch()
+    arguments = [data, "--path", folder / "local" / "checkpoint_last.pt", "--out", tmp_path / "start.pt"]
+    refused(add_layer.main, *arguments, says=f"^fwp-add-layer: the text .*{says}", out=tmp_path / "start.pt")
 
 
 def test_a_short_text_is_refused():

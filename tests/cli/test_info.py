@@ -14,20 +14,17 @@ ARCHS = [(model, arch) for model, presets in PRESETS_OF_MODELS.items() for arch 
 
 
 def test_the_report_names_everything(capsys):
+    """Each section has its own names: those of rules are the beginnings of architectures."""
     assert info.main([]) == 0
-    report = capsys.readouterr().out
-    for name in (
-        "python",
-        "torch",
-        "fairseq",
-        "cpu",
-        "cuda",
-        *UPDATE_RULES,
-        *FEATURE_MAPS,
-        *PRESETS_OF_MODELS,
-        *(arch for _, arch in ARCHS),
-    ):
-        assert f"\n  {name}" in report
+    sections = re.split(r"^(?=\w)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+    found = {
+        re.match(r"\w+( \w+)?", section)[0]: re.findall(r"^  (\S+)", section, re.MULTILINE) for section in sections
+    }
+    assert list(found) == ["versions", "devices", "kernels", "update rules", "feature maps", "architectures"]
+    assert {"python", "torch"} <= {*found["versions"]} and {"fairseq", "fairseq-fixed"} & {*found["versions"]}
+    assert {"cpu:", "cuda:"} == {*found["kernels"]}
+    assert {*UPDATE_RULES} <= {*found["update rules"]} and {*FEATURE_MAPS} == {*found["feature maps"]}
+    assert {*PRESETS_OF_MODELS, *(arch for _, arch in ARCHS)} <= {*found["architectures"]}
 
 
 @looped("name, arch", [pair for pair in ARCHS if pair[0] != "fwp_transformer"])

@@ -81,7 +81,8 @@ class Converter:
         self.folder = folder
         self.state_dict, self.words, self.out = folder / "state_dict.pt", folder / "words.txt", folder / "out"
 
-    def __call__(self, vector: Vector, words=WORDS, cutoffs="12,20", save=..., **options) -> Path:
+    def arguments(self, vector: Vector, words=WORDS, cutoffs="12,20", save=..., **options) -> list[str]:
+        """Write the files and return the arguments of the command."""
         if isinstance(save, bytes):
             self.state_dict.write_bytes(save)
         elif save is None:
@@ -97,8 +98,11 @@ class Converter:
             for part in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
         ]
         files = [str(self.state_dict), "--vocabulary", str(self.words), "--out", str(self.out)]
+        return ["--source", vector.source, *files, *flags]
+
+    def __call__(self, *vector, **options) -> Path:
         silence_known_warnings()  # as importing the package does, before pytest sets its filters
-        main(["--source", vector.source, *files, *flags])
+        main(self.arguments(*vector, **options))
         return self.out
 
 

@@ -11,6 +11,7 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 from pairwise import looped
+from refusals import refused
 
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.patches.messages import silence_known_warnings
@@ -66,9 +67,12 @@ class Checkpoint:
     def save(self, tensors, settings, **other):
         torch.save({"args": None, "cfg": {"model": settings, "task": {}}, "model": tensors, **other}, self.file)
 
-    def convert(self, *arguments):
+    def arguments(self, *more):
+        return [*map(str, ["--source", "fairseq-lm", self.file, "--out", self.out, *more])]
+
+    def convert(self):
         silence_known_warnings()
-        main(["--source", "fairseq-lm", str(self.file), "--out", str(self.out), *arguments])
+        main(self.arguments())
         return load(self.out)
 
 
@@ -136,71 +140,57 @@ def test_checkpoints_of_earlier_versions(checkpoint):
     assert_same(checkpoint.convert()[0], theirs)
 
 
-@pytest.fixture
-def refused(checkpoint):
-    """A function refused(sentence, tensors, settings): the command ends with that sentence and writes nothing."""
-
-    def check(sentence, tensors, settings, *arguments):
-        checkpoint.save(tensors, settings)
-        with pytest.raises(SystemExit, match=sentence) as refusal:
-            checkpoint.convert(*arguments)
-        assert "\n" not in str(refusal.value) and not checkpoint.out.exists()
-
-    return check
-
-
-def test_weights_missing_or_too_many(refused):
-    theirs, settings = build_theirs("transformer_lm_wiki103", ADAPTIVE)
-    tensors = theirs.state_dict()
-    some = {name: tensor for name, tensor in tensors.items() if name != "decoder.layers.1.fc2.bias"}
-    refused(r"decoder\.layers\.1\.fc2\.bias is missing", some, settings)
-    refused(
-        r"has also decoder\.layers\.0\.attn_ln\.weight;",
-        {**tensors, "decoder.layers.0.attn_ln.weight": torch.ones(16)},
-        settings,
+def changed(name, *shape):
+    """Change a tensor, or leave it out."""
+    return lambda tensors: (
+        {key: x for key, x in tensors.items() if key != name} | ({name: torch.ones(shape)} if shape else {})
     )
-    other = {**tensors, "decoder.adaptive_softmax.tail.0.0.weight": torch.ones(16, 4)}
-    refused(
-        "an adaptive softmax of its own cannot be converted: .* but the checkpoint has two that differ", other, settings
-    )
-    wide = {**tensors, "decoder.layers.0.fc1.bias": torch.ones(25)}
-    refused(r"decoder\.layers\.0\.fc1\.bias must be \(24,\), got \(25,\)", wide, settings)
 
 
-@looped(
-    ("changed", "sentence"),
-    [
-        ({"layernorm_embedding": True}, "--layernorm-embedding cannot be converted: it normalises its embeddings"),
-        ({"scale_heads": True}, "--scale-heads cannot be converted: its heads have scales"),
-        ({"decoder_input_dim": 8}, "--decoder-input-dim must be 16, as --decoder-embed-dim, got 8"),
-        ({"tie_adaptive_proj": False}, "--tie-adaptive-proj must be on to convert an adaptive softmax, got off"),
-        ({"adaptive_softmax_cutoff": None}, "--adaptive-input without --adaptive-softmax-cutoff cannot be converted"),
-        ({"adaptive_input_factor": 2.5}, "--adaptive-input-factor must be a whole number of at least 2, got 2.5"),
-        ({"adaptive_softmax_cutoff": "10,x"}, "--adaptive-softmax-cutoff must be whole numbers such as .*, got '10,x'"),
-        ({"_name": "transformer"}, "the architecture in .* must be transformer_lm, got 'transformer'"),
-    ],
-)
-def test_models_that_have_no_place(refused, changed, sentence):
+TAIL = "decoder.adaptive_softmax.tail.0.0.weight"
+# change of the tensors, of the settings, words of the sentence
+# fmt: off
+REFUSALS = [
+    (changed("decoder.layers.1.fc2.bias"), {}, r"decoder\.layers\.1\.fc2\.bias is missing"),
+    (changed("decoder.layers.0.attn_ln.weight", 16), {}, r"has also decoder\.layers\.0\.attn_ln\.weight;"),
+    (changed(TAIL, 16, 4), {}, "an adaptive softmax of its own cannot be converted: .* has two that differ"),
+    (changed("decoder.layers.0.fc1.bias", 25), {}, r"decoder\.layers\.0\.fc1\.bias must be \(24,\), got \(25,\)"),
+    (dict, {"layernorm_embedding": True}, "--layernorm-embedding cannot be converted: it normalises its embeddings"),
+    (dict, {"scale_heads": True}, "--scale-heads cannot be converted: its heads have scales"),
+    (dict, {"decoder_input_dim": 8}, "--decoder-input-dim must be 16, as --decoder-embed-dim, got 8"),
+    (dict, {"tie_adaptive_proj": False}, "--tie-adaptive-proj must be on to convert an adaptive softmax, got off"),
+    (dict, {"adaptive_softmax_cutoff": None}, "--adaptive-input without --adaptive-softmax-cutoff cannot be converted"),
+    (dict, {"adaptive_input_factor": 2.5}, "--adaptive-input-factor must be a whole number of at least 2, got 2.5"),
+    (dict, {"adaptive_softmax_cutoff": "10,x"}, "--adaptive-softmax-cutoff must be whole numbers .*, got '10,x'"),
+    (dict, {"_name": "transformer"}, "the architecture in .* must be transformer_lm, got 'transformer'"),
+]
+# fmt: on
+
+
+@looped("change, settings, says", REFUSALS)
+def test_refusals(checkpoint, change, settings, says):
+    theirs, known = build_theirs("transformer_lm_wiki103", ADAPTIVE)
+    checkpoint.save(change(theirs.state_dict()), {**known, **settings})
+    refused(main, *checkpoint.arguments(), says=says, out=checkpoint.out)
+
+
+def test_the_dictionary_of_another_model(checkpoint, tmp_path):
     theirs, settings = build_theirs("transformer_lm_wiki103", ADAPTIVE)
-    refused(sentence, theirs.state_dict(), {**settings, **changed})
-
-
-def test_the_dictionary_of_another_model(refused, tmp_path):
-    theirs, settings = build_theirs("transformer_lm_wiki103", ADAPTIVE)
-    other = tmp_path / "other.txt"
+    checkpoint.save(theirs.state_dict(), settings)
+    other, own = tmp_path / "other.txt", tmp_path / "dict.txt"
     other.write_text("a 1\nb 1\n")
-    sentence = "the dictionary must have the 50 words of the checkpoint, got 6 .*: give the dict.txt of its training"
-    refused(sentence, theirs.state_dict(), settings, "--vocabulary", str(other))
-    (tmp_path / "dict.txt").write_bytes(b"\xff\xfe 1\n")
-    refused(r"the dictionary .*dict\.txt cannot be read: Incorrect encoding", theirs.state_dict(), settings)
-    (tmp_path / "dict.txt").unlink()
-    refused(
-        r"dict\.txt does not exist: give the dict\.txt of the training with --vocabulary", theirs.state_dict(), settings
-    )
+    says = "the dictionary must have the 50 words of the checkpoint, got 6 .*: give the dict.txt of its training"
+    refused(main, *checkpoint.arguments("--vocabulary", other), says=says, out=checkpoint.out)
+    own.write_bytes(b"\xff\xfe 1\n")
+    says = r"the dictionary .*dict\.txt cannot be read: Incorrect encoding"
+    refused(main, *checkpoint.arguments(), says=says, out=checkpoint.out)
+    own.unlink()
+    says = r"dict\.txt does not exist: give the dict\.txt of the training with --vocabulary"
+    refused(main, *checkpoint.arguments(), says=says, out=checkpoint.out)
 
 
 def test_files_that_are_no_checkpoints(checkpoint):
-    for saved, sentence in (
+    for saved, says in (
         ([1], "must be a checkpoint of fairseq, got a file without a model"),
         ({"model": {"a": torch.ones(1)}}, "got a file without the settings of its model"),
         ({"model": {"a": torch.ones(1)}, "cfg": [1]}, "got a file without the settings of its model"),
@@ -208,5 +198,4 @@ def test_files_that_are_no_checkpoints(checkpoint):
         ({"model": {}, "args": re.compile("x")}, "holds pickled objects, .*: export what is needed with: python"),
     ):
         torch.save(saved, checkpoint.file)
-        with pytest.raises(SystemExit, match=sentence):
-            checkpoint.convert()
+        refused(main, *checkpoint.arguments(), says=says, out=checkpoint.out)

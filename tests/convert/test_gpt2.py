@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairwise import looped
+from refusals import refused
 from safetensors.torch import save_file
 
 from fairseq_fwp.cli.convert import main
@@ -76,9 +77,12 @@ class Folder:
         (self.path / "config.json").write_text(json.dumps({**CONFIG, **config}))
         save_file(tensors, self.path / "model.safetensors")
 
-    def convert(self, *arguments):
+    def arguments(self, *more):
+        return [*map(str, ["--source", "gpt2", self.path, "--out", self.out, *more])]
+
+    def convert(self, *more):
         silence_known_warnings()
-        main(["--source", "gpt2", str(self.path), "--out", str(self.out), *arguments])
+        main(self.arguments(*more))
         return load(self.out)
 
 
@@ -151,54 +155,46 @@ def test_settings_of_the_training(folder, capsys):
         model(torch.full((1, POSITIONS + 1), 5))
 
 
-def changed(name, value):
-    return lambda tensors: {key: tensor for key, tensor in {**tensors, name: value}.items() if tensor is not None}
+def changed(name, *shape, dtype=torch.float32):
+    """Change a tensor, or leave it out."""
+
+    def change(tensors):
+        others = {key: tensor for key, tensor in tensors.items() if key != name}
+        return others | ({name: torch.ones(shape, dtype=dtype)} if shape else {})
+
+    return change
 
 
-@looped(
-    ("change", "config", "sentence"),
-    [
-        (changed("h.1.mlp.c_fc.bias", None), {}, r"decoder\.layers\.1\.fc1\.bias is missing"),
-        (changed("score.weight", torch.ones(2, DIM)), {}, r"has also score\.weight;"),
-        (
-            changed("lm_head.weight", torch.ones(WORDS, DIM)),
-            {},
-            "lm_head cannot be converted: .* but the checkpoint has two that differ",
-        ),
-        (changed("h.0.ln_1.bias", torch.ones(3)), {}, r"self_attn_layer_norm\.bias must be \(16,\), got \(3,\)"),
-        (dict, {"vocab_size": 31}, r"wte\.weight must have the 31 words of config\.json, got 30"),
-        (dict, {"n_layer": 1}, r"decoder\.layers\.1\.fc1\.bias is not a weight of this model"),
-        (dict, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06, which cannot be converted: its layer norm"),
-        (dict, {"scale_attn_by_inverse_layer_idx": True}, "its attention is scaled by the layer"),
-        (
-            dict,
-            {"activation_function": "silu"},
-            "activation_function in config.json must be one of gelu, gelu_new, .*, got 'silu'",
-        ),
-        (dict, {"model_type": "gpt_neo"}, "model_type = 'gpt_neo', which cannot be converted: it is another model"),
-        (dict, {"n_head": None}, r"config\.json must be the configuration of a GPT-2, got one without n_head"),
-        (dict, {"n_inner": "wide"}, "refuses the settings .*--decoder-ffn-embed-dim: invalid int value: 'wide'"),
-        (dict, {"vocab_size": 29}, r"eos_token_id in .* must be in \[0, 29\), the vocabulary, got 29"),
-        (dict, {"eos_token_id": [29]}, r"eos_token_id in .* must be in \[0, 30\), the vocabulary, got \[29\]"),
-        (
-            changed("h.0.mlp.c_fc.weight", torch.ones(DIM, 4 * DIM, dtype=torch.int8)),
-            {},
-            r"h\.0\.mlp\.c_fc\.weight must be floating-point, got torch\.int8",
-        ),
-    ],
-)
-def test_refusals(folder, change, config, sentence):
+DECAY = ["--decoder-update-rule", "decay", "--state-size", 4]
+# change of the tensors, of the configuration, words of the sentence
+# fmt: off
+REFUSALS = [
+    (changed("h.1.mlp.c_fc.bias"), {}, r"decoder\.layers\.1\.fc1\.bias is missing"),
+    (changed("score.weight", 2, DIM), {}, r"has also score\.weight;"),
+    (changed("lm_head.weight", WORDS, DIM), {}, "lm_head cannot be converted: .* has two that differ"),
+    (changed("h.0.ln_1.bias", 3), {}, r"self_attn_layer_norm\.bias must be \(16,\), got \(3,\)"),
+    (changed("h.1.attn.c_attn.weight", DIM, 47), {}, r"1\.self_attn\.in_proj\.weight must be \(48, 16\), got \(47,"),
+    (changed("h.0.mlp.c_fc.weight", DIM, 64, dtype=torch.int8), {}, r"c_fc\.weight must be floating-point, got .*int8"),
+    (dict, {"vocab_size": 31}, r"wte\.weight must have the 31 words of config\.json, got 30"),
+    (dict, {"n_layer": 1}, r"decoder\.layers\.1\.fc1\.bias is not a weight of this model"),
+    (dict, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06, which cannot be converted: its layer norm"),
+    (dict, {"scale_attn_by_inverse_layer_idx": True}, "its attention is scaled by the layer"),
+    (dict, {"activation_function": "silu"}, "activation_function in config.json must be one of gelu, .*, got 'silu'"),
+    (dict, {"model_type": "gpt_neo"}, "model_type = 'gpt_neo', which cannot be converted: it is another model"),
+    (dict, {"n_head": None}, r"config\.json must be the configuration of a GPT-2, got one without n_head"),
+    (dict, {"n_inner": "wide"}, "refuses the settings .*--decoder-ffn-embed-dim: invalid int value: 'wide'"),
+    (dict, {"vocab_size": 29}, r"eos_token_id in .* must be in \[0, 29\), the vocabulary, got 29"),
+    (dict, {"eos_token_id": [29]}, r"eos_token_id in .* must be in \[0, 30\), the vocabulary, got \[29\]"),
+]
+# fmt: on
+
+
+@looped("change, config, says", REFUSALS)
+def test_refusals(folder, change, config, says):
+    """Attention of other shapes is named also before another takes its place."""
     folder.save(change(make_tensors()), **config)
-    with pytest.raises(SystemExit, match=sentence) as refusal:
-        folder.convert()
-    assert "\n" not in str(refusal.value) and not folder.out.exists()
-
-
-def test_attention_of_other_shapes_is_named_before_another_takes_its_place(folder):
-    folder.save(changed("h.1.attn.c_attn.weight", torch.ones(DIM, 3 * DIM - 1))(make_tensors()))
-    with pytest.raises(SystemExit, match=r"layers\.1\.self_attn\.in_proj\.weight must be \(48, 16\), got \(47, 16\)$"):
-        folder.convert("--decoder-update-rule", "decay", "--state-size", "4")
-    assert not folder.out.exists()
+    for more in ([], DECAY) if "attn" in says else ([],):
+        refused(main, *folder.arguments(*more), says=says, out=folder.out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -210,7 +206,7 @@ def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
     saved = torch.load(folder.out / "checkpoint.pt", weights_only=True)["model"]
     assert {tensor.dtype for tensor in saved.values()} == {dtype}
     shutil.rmtree(folder.out)
-    model, _ = folder.convert("--decoder-update-rule", "decay", "--state-size", "4")
+    model, _ = folder.convert(*DECAY)
     assert model(torch.randint(4, WORDS, (1, POSITIONS)))[0].isfinite().all()
     shutil.rmtree(folder.out)
     mixed = {name: tensor.float() if "wpe" in name else tensor for name, tensor in tensors.items()}
@@ -220,32 +216,25 @@ def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
 
 
 def test_files_that_are_not_there_or_not_whole(folder):
-    with pytest.raises(SystemExit, match=r"config\.json cannot be read"):
-        folder.convert()
+    index, weights = folder.path / "model.safetensors.index.json", folder.path / "model.safetensors"
+
+    def refuse(says, *more):
+        refused(main, *folder.arguments(*more), says=says, out=folder.out)
+
+    refuse(r"config\.json cannot be read")
     folder.save(make_tensors())
-    with pytest.raises(SystemExit, match="--vocabulary must be left out with gpt2"):
-        folder.convert("--vocabulary", "x")
-    index = folder.path / "model.safetensors.index.json"
-    for content, sentence in (
-        ("{}", "must have a weight_map"),
-        ('{"weight_map": {"a": 1}}', "must have a weight_map"),
-        ("[]", "must hold a JSON object"),
-    ):
+    refuse("--vocabulary must be left out with gpt2", "--vocabulary", "x")
+    for content in ("{}", '{"weight_map": {"a": 1}}', "[]"):
         index.write_text(content)
-        with pytest.raises(SystemExit, match=sentence):
-            folder.convert()
+        refuse("must hold a JSON object" if content == "[]" else "must have a weight_map")
     index.unlink()
-    weights = folder.path / "model.safetensors"
     whole = weights.read_bytes()
     for content in (b"", whole[:5], whole[:100], whole[:-4], b"x" * 100):
         weights.write_bytes(content)
-        with pytest.raises(SystemExit, match=r"model\.safetensors must be a complete safetensors file"):
-            folder.convert()
+        refuse(r"model\.safetensors must be a complete safetensors file")
     weights.unlink()
-    with pytest.raises(SystemExit, match=r"must hold model\.safetensors or .*\.index\.json: save weights of another"):
-        folder.convert()
+    refuse(r"must hold model\.safetensors or .*\.index\.json: save weights of another")
     index.write_text('{"weight_map": {"a": "part.safetensors"}}')
-    with pytest.raises(SystemExit, match=r"the weights .*part\.safetensors cannot be read: No such file"):
-        folder.convert()
-    with pytest.raises(SystemExit, match=r"must be a folder with config\.json and model.safetensors of GPT-2, got"):
-        main(["--source", "gpt2", str(weights), "--out", str(folder.out)])
+    refuse(r"the weights .*part\.safetensors cannot be read: No such file")
+    folder.path = weights
+    refuse(r"must be a folder with config\.json and model.safetensors of GPT-2, got")

@@ -15,11 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from pairwise import looped
+from refusals import refused
 
+from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import tensorflow_xl
 from fairseq_fwp.models.decoder import DecoderState
 from fairseq_fwp.modules.attention.relative import Memory
-from tests.convert.conftest import WORDS, Vector, load
+from tests.convert.conftest import WORDS, Converter, Vector, load
 
 LAYERS, DIM, HEADS, HIDDEN, BATCH, SEGMENTS = 2, 8, 2, 12, 2, (5, 5, 3)
 EMBED, SOFTMAX = "transformer/adaptive_embed", "transformer/adaptive_softmax"
@@ -185,20 +188,24 @@ def packed(variables):
     return file.getvalue()
 
 
-@pytest.fixture
-def convert_npz(convert):
-    """A function convert_npz(variables or bytes, case, **options) -> the folder that the command writes."""
-    convert.state_dict = convert.folder / "model.npz"
+class NpzConverter(Converter):
+    """A function (variables or bytes, case, **options) -> the folder that the command writes."""
 
-    def run(variables, case, **options):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.state_dict = folder / "model.npz"
+
+    def arguments(self, variables, case, **options):
         vector = Vector("transformer-xl", {}, case.options, torch.empty(0), [], torch.empty(0), None)
-        save = variables if variables is None or isinstance(variables, bytes) else packed(variables)
-        if convert.out.exists():
-            convert.out.rename(convert.out.with_name(f"out{len(list(convert.folder.iterdir()))}"))
-        return convert(vector, save=save, **{"cutoffs": None, **options})
+        save = packed(variables) if isinstance(variables, dict) else variables
+        if self.out.exists():
+            self.out.rename(self.out.with_name(f"out{len(list(self.folder.iterdir()))}"))
+        return super().arguments(vector, save=save, **{"cutoffs": None, **options})
 
-    run.folder = convert.folder
-    return run
+
+@pytest.fixture
+def convert_npz(tmp_path):
+    return NpzConverter(tmp_path)
 
 
 @torch.no_grad()
@@ -308,8 +315,8 @@ def test_the_command_that_exports(convert_npz, monkeypatch):
     assert command[0] in page.read_text(encoding="utf-8")
 
 
-def without(*names):
-    return lambda variables: {name: value for name, value in variables.items() if name not in names}
+def without(name):
+    return lambda variables: {key: value for key, value in variables.items() if name not in key}
 
 
 def replaced(name, change):
@@ -320,127 +327,55 @@ def added(name, *shape):
     return lambda variables: {**variables, name: np.ones(shape, np.float32)}
 
 
+def seventh(variables):
+    return {name.replace("transformer/layer_1/", "transformer/layer_7/"): value for name, value in variables.items()}
+
+
 R_W, R_R, QKV = "transformer/r_w_bias", "transformer/r_r_bias", "transformer/layer_1/rel_attn/qkv/kernel"
-# case, changed options, change of the variables, the sentence
-REFUSALS = {
-    "missing": ("wt103", {}, without(QKV), r"decoder\.layers\.1\.self_attn\.in_proj\.weight is missing"),
-    "no layers": (
-        "wt103",
-        {},
-        lambda variables: {name: value for name, value in variables.items() if "/layer_" not in name},
-        r"lacks layers\.0\.dec_attn\.o_net\.weight;",
-    ),
-    "missing layer": (
-        "wt103",
-        {},
-        lambda variables: {
-            name.replace("transformer/layer_1/", "transformer/layer_7/"): value for name, value in variables.items()
-        },
-        r"r_w_bias must have the biases of 8 layers, got the shape \(2, 2, 4\)",
-    ),
-    "unknown": ("wt103", {}, added("transformer/more", 2), r"has also transformer/more"),
-    "another model": (
-        "wt103",
-        {},
-        without(R_W),
-        rf"model\.npz must be a checkpoint .* without {R_W}: make one where TensorFlow",
-    ),
-    "quantised": (
-        "wt103",
-        {},
-        replaced(QKV, lambda x: x.astype(np.int8)),
-        rf"{QKV} must be floating-point, got torch\.int8",
-    ),
-    "words": ("wt103", {}, replaced(QKV, lambda x: x.astype(str)), rf"{QKV} must be an array of numbers, got none"),
-    "objects": (
-        "wt103",
-        {},
-        replaced(QKV, lambda x: x.astype(object)),
-        rf"{QKV} must be an array of numbers, got none",
-    ),
-    "shape": ("wt103", {}, replaced(QKV, lambda x: x[0]), rf"{QKV} must have 2 dimensions, .*, got the shape \(24,\)"),
-    "no numbers": (
-        "wt103",
-        {},
-        replaced(QKV, lambda x: x[:0]),
-        rf"{QKV} must have 2 dimensions, .*, got the shape \(0,",
-    ),
-    "biases": ("wt103", {}, replaced(R_W, lambda x: x[0, 0]), rf"{R_W} must have 2 or 3 dimensions, .* \(4,\)"),
-    "more biases": (
-        "wt103",
-        {},
-        replaced(R_R, lambda x: np.concatenate([x, x])),
-        r"r_r_bias must have the biases of 2 layers, got the shape \(4, 2, 4\): the checkpoint is damaged",
-    ),
-    "one tied": (
-        "wt103",
-        {},
-        replaced(R_R, lambda x: x[0]),
-        r"r_r_bias must have the biases of 2 layers, got .* \(2, 4\)",
-    ),
-    "biases of words": (
-        "div_val 1",
-        {},
-        replaced(f"{SOFTMAX}/cutoff_1/b", lambda x: x[1:]),
-        r"every word must have a bias, got 31 words and 30 biases",
-    ),
-    "clusters": (
-        "wt103",
-        {},
-        replaced(f"{SOFTMAX}/cutoff_0/cluster_W", lambda x: x[1:]),
-        r"clusters\.weight must be \(2, 8\), got \(1, 8\)",
-    ),
-    "lm1b": ("wt103", {}, without(f"{EMBED}/cutoff_0/proj_W"), r"--proj_same_dim must be True"),
-    "projections": ("wt103", {}, added(f"{SOFTMAX}/cutoff_2/proj", 2, 8), r"untied projections, as of --dataset lm1b"),
-    "d_embed": ("div_val 1", {}, added(f"{EMBED}/proj_W", 8, 8), r"--d_embed must equal --d_model"),
-    "no memory": ("wt103", {"mem_len": None}, None, r"--mem_len must be given, as in training"),
-    "no length": ("wt103", {"tgt_len": None}, None, r"--tgt_len must be given"),
-    "heads": ("wt103", {"n_head": 4}, None, r"--n_head must be 2, as in the checkpoint, got 4"),
-    "attention type": (
-        "wt103",
-        {"attn_type": 1},
-        None,
-        r"--attn_type and --pre_lnorm must be left out: the TensorFlow code",
-    ),
-    "pre-norm": (
-        "wt103",
-        {"pre_lnorm": True},
-        None,
-        r"--attn_type and --pre_lnorm must be left out: the TensorFlow code",
-    ),
-    "vocabulary": (
-        "wt103",
-        {"words": WORDS[:-1]},
-        None,
-        r"the vocabulary must have the 31 words of the checkpoint, got 30",
-    ),
-}
+ELSEWHERE = "--attn_type and --pre_lnorm must be left out: the TensorFlow code"
+# case, changed options, change of the variables, words of the sentence
+# fmt: off
+REFUSALS = [
+    ("wt103", {}, without(QKV), r"decoder\.layers\.1\.self_attn\.in_proj\.weight is missing"),
+    ("wt103", {}, without("/layer_"), r"lacks layers\.0\.dec_attn\.o_net\.weight;"),
+    ("wt103", {}, seventh, r"r_w_bias must have the biases of 8 layers, got the shape \(2, 2, 4\)"),
+    ("wt103", {}, added("transformer/more", 2), "has also transformer/more"),
+    ("wt103", {}, without(R_W), rf"model\.npz must be a checkpoint .* without {R_W}: make one where TensorFlow"),
+    ("wt103", {}, replaced(QKV, lambda x: x.astype(np.int8)), rf"{QKV} must be floating-point, got torch\.int8"),
+    ("wt103", {}, replaced(QKV, lambda x: x.astype(str)), f"{QKV} must be an array of numbers, got none"),
+    ("wt103", {}, replaced(QKV, lambda x: x.astype(object)), f"{QKV} must be an array of numbers, got none"),
+    ("wt103", {}, replaced(QKV, lambda x: x[0]), rf"{QKV} must have 2 dimensions, .*, got the shape \(24,\)"),
+    ("wt103", {}, replaced(QKV, lambda x: x[:0]), rf"{QKV} must have 2 dimensions, .*, got the shape \(0,"),
+    ("wt103", {}, replaced(R_W, lambda x: x[0, 0]), rf"{R_W} must have 2 or 3 dimensions, .* \(4,\)"),
+    ("wt103", {}, replaced(R_R, lambda x: np.concatenate([x, x])), r"r_r_bias must .* 2 layers, got .* \(4, 2, 4\)"),
+    ("wt103", {}, replaced(R_R, lambda x: x[0]), r"r_r_bias must have the biases of 2 layers, got .* \(2, 4\)"),
+    ("div_val 1", {}, replaced(f"{SOFTMAX}/cutoff_1/b", lambda x: x[1:]), "got 31 words and 30 biases"),
+    ("wt103", {}, replaced(f"{SOFTMAX}/cutoff_0/cluster_W", lambda x: x[1:]), r"clusters\.weight must be \(2, 8\)"),
+    ("wt103", {}, without(f"{EMBED}/cutoff_0/proj_W"), "--proj_same_dim must be True"),
+    ("wt103", {}, added(f"{SOFTMAX}/cutoff_2/proj", 2, 8), "untied projections, as of --dataset lm1b"),
+    ("div_val 1", {}, added(f"{EMBED}/proj_W", 8, 8), "--d_embed must equal --d_model"),
+    ("wt103", {"mem_len": None}, None, "--mem_len must be given, as in training"),
+    ("wt103", {"tgt_len": None}, None, "--tgt_len must be given"),
+    ("wt103", {"n_head": 4}, None, "--n_head must be 2, as in the checkpoint, got 4"),
+    ("wt103", {"attn_type": 1}, None, ELSEWHERE),
+    ("wt103", {"pre_lnorm": True}, None, ELSEWHERE),
+    ("wt103", {"words": WORDS[:-1]}, None, "the vocabulary must have the 31 words of the checkpoint, got 30"),
+]
+# fmt: on
 
 
-def test_refusals(convert_npz):
-    for name, (case, options, change, sentence) in REFUSALS.items():
-        variables = make_variables(CASES[case])
-        with pytest.raises(SystemExit) as refusal:
-            convert_npz(change(variables) if change else variables, CASES[case], **options)
-        assert re.search(sentence, str(refusal.value)) and "\n" not in str(refusal.value), f"{name}: {refusal.value}"
-        assert not convert_npz.folder.joinpath("out").exists()
+@looped("case, options, change, says", REFUSALS)
+def test_refusals(convert_npz, case, options, change, says):
+    variables = make_variables(CASES[case])
+    arguments = convert_npz.arguments(change(variables) if change else variables, CASES[case], **options)
+    refused(main, *arguments, says=says, out=convert_npz.out)
 
 
 def test_files_that_are_no_npz(convert_npz):
-    case = CASES["wt103"]
-    whole = packed(make_variables(case))
-    array = io.BytesIO()
+    whole, array = packed(make_variables(CASES["wt103"])), io.BytesIO()
     np.save(array, np.ones(3))
     damaged = bytearray(whole)
     damaged[len(whole) // 3] ^= 255
-    for content, sentence in (
-        (b"", "must be a complete .npz, got a truncated or different file; make one where"),
-        (b"no archive", "must be a complete .npz, got a truncated"),
-        (whole[: len(whole) // 2], "must be a complete .npz, got a truncated"),
-        (array.getvalue(), "must be a complete .npz, got a truncated"),
-        (bytes(damaged), "must be a complete .npz, got a damaged file"),
-        (None, "cannot be read: No such file"),
-    ):
-        with pytest.raises(SystemExit) as refusal:
-            convert_npz(content, case)
-        assert sentence in str(refusal.value), refusal.value
+    for content in (b"", b"no archive", whole[: len(whole) // 2], array.getvalue(), bytes(damaged), None):
+        says = "cannot be read: No such file" if content is None else "must be a complete .npz, got a (trunc|damaged)"
+        refused(main, *convert_npz.arguments(content, CASES["wt103"]), says=says, out=convert_npz.out)

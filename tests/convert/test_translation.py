@@ -9,6 +9,7 @@ from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from pairwise import looped
+from refusals import refused
 
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.models.translation_layers import CausalAttention
@@ -56,10 +57,12 @@ class Saved:
         cfg = {"model": self.settings, "task": self.languages}
         torch.save({"args": None, "cfg": cfg, "model": self.model.state_dict(), **other}, self.file)
 
-    def convert(self, *arguments, out="out"):
+    def arguments(self, *more, out="out"):
+        return [*map(str, ["--source", "fairseq-mt", self.file, "--out", self.folder / out, *more])]
+
+    def convert(self, *more, out="out"):
         silence_known_warnings()
-        words = ["--source", "fairseq-mt", self.file, "--out", self.folder / out, *arguments]
-        main([str(word) for word in words])
+        main(self.arguments(*more, out=out))
         path = str(self.folder / out / "checkpoint.pt")
         (model,), _ = checkpoint_utils.load_model_ensemble([path], arg_overrides={"data": str(self.folder / out)})
         return model.eval()
@@ -177,61 +180,46 @@ def test_every_rule(tmp_path_factory, rule):
     assert kinds(model) == {"decoder"} and logits(model, batch()).isfinite().all()
 
 
-@looped(
-    ("arguments", "sentence"),
-    [
-        ("--encoder-feature-map dpfp --state-size 24", "--state-size must be 16 for the map dpfp, got 24"),
-        ("--encoder-feature-map dpfp --state-size 0", "--dpfp-nu must be from 1 to .*, got 0"),
-        ("--encoder-feature-map favor --state-size 5", "--state-size must be 4 for the map favor, got 5"),
-        ("--encoder-feature-map relu --state-size 0", "--relu-features must be at least 1, got 0"),
-        ("--encoder-feature-map elu --state-size 4", "--state-size must be 8 for the map elu, got 4"),
-    ],
-)
-def test_targets_that_cannot_be(tmp_path_factory, arguments, sentence):
+# fmt: off
+REFUSALS = [
+    ("--encoder-feature-map dpfp --state-size 24", "--state-size must be 16 for the map dpfp, got 24"),
+    ("--encoder-feature-map dpfp --state-size 0", "--dpfp-nu must be from 1 to .*, got 0"),
+    ("--encoder-feature-map favor --state-size 5", "--state-size must be 4 for the map favor, got 5"),
+    ("--encoder-feature-map relu --state-size 0", "--relu-features must be at least 1, got 0"),
+    ("--encoder-feature-map elu --state-size 4", "--state-size must be 8 for the map elu, got 4"),
+    # Before anything is read.
+    ("--decoder-update-rule decay --decay-spans 4", "--decay-spans must be left out for translation"),
+    ("--cross-feature-map elu --attention-window 4", "unrecognized arguments: --attention-window 4"),
+    ("--cross-feature-map elu --decoder-attention-heads 1", "--decoder-attention-heads must be left out: only opt"),
+    ("--cross-feature-map elu --attention-normalization", "--decoder-update-rule must be given with --attention-n"),
+    ("--encoder-feature-map softmax --state-size 4", "--decoder-update-rule must be other than softmax, got"),
+    ("--source gpt2 --cross-feature-map elu", "unrecognized arguments: --cross-feature-map elu"),
+    ("--source gpt2 --decoder-update-rule sum --no-scale-embedding", "--no-scale-embedding must be left out"),
+]
+# fmt: on
+
+
+@looped("arguments, says", REFUSALS)
+def test_refusals(tmp_path_factory, arguments, says):
     saved = Saved(tmp_path_factory.mktemp("saved"))
-    with pytest.raises(SystemExit, match=f"^fwp-convert: {sentence}"):
-        saved.convert(*arguments.split())
-    assert not (saved.folder / "out").exists()
-
-
-@looped(
-    ("arguments", "sentence"),
-    [
-        ("--decoder-update-rule decay --decay-spans 4", "--decay-spans must be left out for translation"),
-        ("--cross-feature-map elu --attention-window 4", "unrecognized arguments: --attention-window 4"),
-        ("--cross-feature-map elu --decoder-attention-heads 1", "--decoder-attention-heads must be left out: only opt"),
-        ("--cross-feature-map elu --attention-normalization", "--decoder-update-rule must be given with --attention-n"),
-        (
-            "--encoder-feature-map softmax --state-size 4",
-            "and --decoder-update-rule must be other than softmax, got no",
-        ),
-        ("--source gpt2 --cross-feature-map elu", "unrecognized arguments: --cross-feature-map elu"),
-        ("--source gpt2 --decoder-update-rule sum --no-scale-embedding", "--no-scale-embedding must be left out"),
-    ],
-)
-def test_arguments_without_sense(capsys, arguments, sentence):
-    """They are refused before anything is read."""
-    with pytest.raises(SystemExit) as stopped:
-        main(["--source", "fairseq-mt", "none.pt", "--out", "out", *arguments.split()])
-    assert stopped.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+    refused(main, *saved.arguments(*arguments.split()), says=says, out=saved.folder / "out")
 
 
 def test_files_that_are_not_whole(saved):
-    with pytest.raises(SystemExit, match=r"must be transformer or fwp_transformer, got .*: choose another --source"):
-        saved.settings.arch = "transformer_lm"
-        saved.save()
-        saved.convert()
+    def refuse(says, *arguments):
+        refused(main, *saved.arguments(*arguments, out="again"), says=says, out=saved.folder / "again")
+
+    saved.settings.arch = "transformer_lm"
+    saved.save()
+    refuse(r"must be transformer or fwp_transformer, got .*: choose another --source")
     saved.settings.arch = "transformer"
     saved.save()
-    linear = saved.convert(*LINEAR)
-    assert kinds(linear) == {"encoder", "cross"}
-    with pytest.raises(SystemExit, match="got linear attention in some places"):
-        saved.file = saved.folder / "out" / "checkpoint.pt"
-        saved.convert(*SUM, out="again")
+    assert kinds(saved.convert(*LINEAR)) == {"encoder", "cross"}
+    saved.file = saved.folder / "out" / "checkpoint.pt"
+    refuse("got linear attention in some places", *SUM)
     saved.file = saved.folder / "model.pt"
     (saved.folder / "dict.de.txt").unlink()
-    with pytest.raises(SystemExit, match=r"dict.de.txt is missing: give the folder that holds it with --vocabulary"):
-        saved.convert(out="again")
+    refuse(r"dict.de.txt is missing: give the folder that holds it with --vocabulary")
 
 
 def test_languages_that_a_checkpoint_does_not_say(saved):
