@@ -43,10 +43,11 @@ REFUSALS = [
     ("type24", {"n_head": 4}, None, "qkvb_net must have 28 rows for 4 heads of 2, got 26: check --n_head"),
     ("type2", {"n_head": 3}, None, "--n_head must divide 8, the dimensions of all heads, got 3"),
     ("type2", {"d_head": 5}, None, "--d_head must be 4 = 8 dimensions / --n_head 2, got 5: check"),
-    ("type2", {}, replaced("layers.0.dec_attn.o_net.weight", 8, 12), r"out_proj\.weight must be \(8, 8\), got \(8, 12\)"),
+    ("type2", {}, replaced("layers.0.dec_attn.o_net.weight", 8, 12), r"out_proj\.weight must be \(8, 8\), got"),
     ("type2", {"attn_type": 0}, None, "lacks r_w_bias"),
     ("type24", {"attn_type": 244}, None, "--attn_type must be one of 0, 2, 4, .*, got 244"),
     ("type24", {"attn_type": 36}, None, "--attn_type must be one of 0, 2, 4, 5, 6, 24, 25, 26.*, got 36"),
+    ("../transformer-xl/wt103", {"attn_type": 24}, None, "--attn_type must be 0 or 2 for Transformer-XL, got 24"),
     ("type2", {"pre_lnorm": True}, None, "--pre_lnorm .* normalises keys, but not queries"),
     ("type4", {"pre_lnorm": True}, None, "--pre_lnorm .* normalises keys, but not queries"),
     ("type24", {"pre_lnorm": True}, None, "--pre_lnorm .* adds the normalised input"),
@@ -65,10 +66,7 @@ REFUSALS = [
 # fmt: on
 
 
-@looped(
-    "name, options, change, says",
-    [*REFUSALS, ("../transformer-xl/wt103", {"attn_type": 24}, None, "must be 0 or 2 for Transformer-XL, got 24")],
-)
+@looped("name, options, change, says", REFUSALS)
 def test_refusal(name, options, change, says):
     vector = read_vector(f"schlag-lm/{name}".replace("schlag-lm/../", ""))
     vector = vector._replace(tensors=change(vector.tensors) if change else vector.tensors)

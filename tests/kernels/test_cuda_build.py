@@ -191,7 +191,7 @@ def test_takes_the_nvcc_that_pip_installs(machine, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "14.0")
     monkeypatch.setenv("PATH", f"{machine.folder}/cuda 13.0/bin:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_HOME")
-    with pytest.raises(build.BuildError, match="/bin/nvcc of CUDA 13.0"):
+    with pytest.raises(build.BuildError, match=r"/bin/nvcc of CUDA 13\.0"):
         cuda.find_nvcc()
     monkeypatch.syspath_prepend(machine.folder)
     assert cuda.find_nvcc() == str(wheel / "bin" / "nvcc") and machine.build().built
