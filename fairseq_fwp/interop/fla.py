@@ -43,10 +43,19 @@ NORM, V_FIRST, ENDS = "use_qk_l2norm_in_kernel=False", "state_v_first=False", "c
 OF_RUN = {x.split("=")[0] for x in f"{STATES} {NORM} {V_FIRST} {ENDS}".split()}
 GATE, BETA = "use_gate_in_kernel=False", "use_beta_sigmoid_in_kernel=False allow_neg_eigval=False"
 GATE_INPUTS = "A_log=None dt_bias=None"
-REFUSED = "reverse=False return_intermediate_states=False cp_context=None"  # must have these values
-HINTS = (
+
+
+def _parameters(arguments: str, kind: Any) -> list[Parameter]:
+    pairs = [argument.partition("=") for argument in arguments.split()]
+    return [Parameter(x, kind, default=ast.literal_eval(value) if is_ else Parameter.empty) for x, is_, value in pairs]
+
+
+BY_NAME = Parameter.KEYWORD_ONLY
+REFUSED = _parameters("reverse=False return_intermediate_states=False cp_context=None", BY_NAME)
+HINTS = _parameters(
     "cu_seqlens_cpu=None chunk_indices=None disable_recompute=False safe_gate=False use_graph=False max_num_seqs=None"
-    " chunk_size=None"
+    " chunk_size=None",
+    BY_NAME,
 )
 
 
@@ -57,10 +66,9 @@ def _function(compute: Callable[..., Results], name: str, arguments: str) -> Cal
     """
     places, _, by_name = arguments.partition("*")
     parameters = {x.name: x for x in _parameters(places, Parameter.POSITIONAL_OR_KEYWORD)}
-    for x in _parameters(f"{by_name} {REFUSED} {HINTS}", Parameter.KEYWORD_ONLY):
+    for x in (*_parameters(by_name, BY_NAME), *REFUSED, *HINTS):
         parameters.setdefault(x.name, x)
     signature = Signature([*parameters.values()])
-    refused, hints = (_parameters(x, Parameter.KEYWORD_ONLY) for x in (REFUSED, HINTS))
 
     def call(*args: Any, **named: Any) -> Results:
         try:
@@ -69,28 +77,22 @@ def _function(compute: Callable[..., Results], name: str, arguments: str) -> Cal
             raise TypeError(f"{name} must get {', '.join(signature.parameters)}: {error}") from None
         bound.apply_defaults()
         given = dict(bound.arguments)
-        for x in refused:
+        for x in REFUSED:
             if given.pop(x.name) not in (x.default, None):
                 raise ValueError(f"{name}: {x.name} must be left out, which this package does not compute")
-        for x in hints:
+        for x in HINTS:
             given.pop(x.name)
         options = {option: given.pop(option) for option in OF_RUN & given.keys()}
         try:
             return compute(partial(_run, **options), **given)
         except (AttributeError, IndexError, TypeError, ValueError) as error:
-            # Of our operators, whose tensors are (B, H, L, ...).
             kind = TypeError if isinstance(error, (AttributeError, TypeError)) else ValueError
-            raise kind(f"{name}, with tokens and heads exchanged: {error}") from error
+            raise kind(f"{name}: {error}") from error
 
     call.__name__ = call.__qualname__ = name
     call.__doc__, call.__module__ = compute.__doc__, __name__
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
-
-
-def _parameters(arguments: str, kind: Any) -> list[Parameter]:
-    pairs = [argument.partition("=") for argument in arguments.split()]
-    return [Parameter(x, kind, default=ast.literal_eval(value) if is_ else Parameter.empty) for x, is_, value in pairs]
 
 
 def _run(
@@ -107,15 +109,22 @@ def _run(
 ) -> Results:
     """Return out (B, T, HV, V) and the final states of a rule for tensors (B, T, ...)."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
+    wide = tokens[0].dtype  # of v; narrower queries and keys are welcome
+    q, k = (x.to(wide) if x.dtype.itemsize < wide.itemsize else x for x in (q, k))
     q, k = _scaled(q, factor, use_qk_l2norm_in_kernel), _scaled(k, 1, use_qk_l2norm_in_kernel)
     given = [x.transpose(1, 2) for x in (q, k, *tokens)]
     state = initial_state
     if state is not None:
         state = (state.mT if state_v_first else state).to(state_dtype(q.dtype))
-    if cu_seqlens is None:
-        out, state = rule(*given, state)
-    else:
-        out, state = _run_sequences(rule, given, state, cu_seqlens.tolist(), output_final_state)
+    try:
+        if cu_seqlens is None:
+            out, state = rule(*given, state)
+        else:
+            ends = torch.as_tensor(cu_seqlens)
+            out, state = _run_sequences(rule, given, state, ends, output_final_state)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        error.args = (f"{error} (shapes are (B, H, T, ...) here)",)
+        raise
     out = out.transpose(1, 2)
     if not output_final_state:
         return out, None
@@ -129,13 +138,18 @@ def _scaled(x: Tensor, scale: float, normalize: bool) -> Tensor:
     return (wide * ((wide.square().sum(-1, keepdim=True) + EPSILON).rsqrt() * scale)).to(x.dtype)
 
 
-def _run_sequences(
-    rule: Run, given: list[Tensor], state: Tensor | None, ends: list[int], wants_states: bool
-) -> Results:
-    batch, length = given[0].shape[0], given[0].shape[2]
-    if batch != 1 or ends[:1] != [0] or ends[-1:] != [length] or ends != sorted(ends):
+def _run_sequences(rule: Run, given: list[Tensor], state: Tensor | None, places: Tensor, wants_states: bool) -> Results:
+    (batch, _, length), ends = given[0].shape[:3], places.tolist()
+    if (
+        places.is_floating_point()
+        or batch != 1
+        or len(ends) < 2
+        or ends != sorted(ends)
+        or (ends[0], ends[-1]) != (0, length)
+    ):
         raise ValueError(
-            f"cu_seqlens must ascend from 0 to the {length} tokens of a batch of one, got {ends} for a batch of {batch}"
+            f"cu_seqlens must be integers that ascend from 0 to the {length} tokens of a batch of one, got {ends} "
+            f"for a batch of {batch}"
         )
     if state is not None and state.shape[0] != len(ends) - 1:
         raise ValueError(f"initial_state must be one for each of {len(ends) - 1} sequences, got {state.shape[0]}")
@@ -237,6 +251,11 @@ def _delta_product(
     run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, num_householder: int
 ) -> Results:
     """N delta steps a token: k, v and beta are (B, T N, H, ...), the decay g (B, T, H) precedes the first."""
+    if num_householder < 1 or k.shape[1] != num_householder * q.shape[1]:
+        tokens = f"{k.shape[1]} keys for {q.shape[1]} queries"
+        raise ValueError(
+            f"num_householder must be the number of keys of each query, got {num_householder} and {tokens}"
+        )
     k, v, beta = (x.unflatten(1, (-1, num_householder)).transpose(2, 3) for x in (k, v, beta))
     if g is None:
         return run(ops.delta_product_rule, q, k, v, beta)
@@ -248,7 +267,7 @@ def _delta_product(
 
 
 def _rwkv7(run: Run, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, lower_bound: None) -> Results:
-    """W = diag(exp(w)) W + b^T (a W) + k^T v, read by r: RWKV-7 and any diagonal plus rank one."""
+    """W = diag(exp(w)) W + b^T (a W) + k^T v, read by r: any diagonal plus rank one. lower_bound is a hint."""
     return run(ops.dplr_rule, r, k, v, _decay(w, r), a, -b)
 
 
@@ -355,6 +374,8 @@ def causal_conv1d_fn(
     if seq_idx is not None and (initial_states is not None or return_final_states):
         raise ValueError("seq_idx must be left out with initial_states or return_final_states")
     before = weight.shape[1] - 1
+    if initial_states is not None and initial_states.shape[-1] != before:
+        raise ValueError(f"initial_states must have {before} columns, got {initial_states.shape[-1]}")
     seen = x if initial_states is None else torch.cat([initial_states.to(x.dtype), x], -1)
     out = causal_conv1d(seen.mT, weight, bias, seq_idx).mT[..., seen.shape[-1] - x.shape[-1] :]
     out = _silu(out, activation)
@@ -380,6 +401,8 @@ def causal_conv1d_update(
     for name, value in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
         if value is not None:
             raise ValueError(f"{name} must be left out, which this package does not compute")
+    if conv_state.shape[-1] < weight.shape[1] - 1:
+        raise ValueError(f"conv_state must have at least {weight.shape[1] - 1} columns, got {conv_state.shape[-1]}")
     tokens = x.unsqueeze(-1) if x.dim() == 2 else x
     seen = torch.cat([conv_state.to(x.dtype), tokens], -1)
     conv_state.copy_(seen[..., -conv_state.shape[-1] :])

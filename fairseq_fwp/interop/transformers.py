@@ -12,8 +12,8 @@ and these are replaced; tensors on other devices still get transformers' own. Pa
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from types import ModuleType, TracebackType
+from collections.abc import Callable, Collection
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,34 +34,31 @@ FUNCTIONS: dict[str, Function] = {
 DECORATOR = "use_kernel_func_from_hub_with_fallback"  # of transformers.integrations, around each of them
 
 
+THEIR_NAMES = {"query": "q", "key": "k", "value": "v", "hidden_states": "x"}
+_replaced: list[tuple[Any, str, Any]] = []  # object, name, and what it was
+_users = 0
+
+
 class use_in_transformers:
-    """Give our functions to the models of transformers, until `undo()`, or for a `with` block.
+    """Give our functions to the models of transformers, until `undo()`, or for a `with` block; uses may overlap.
 
     RuntimeError: this version of transformers has no such functions.
     """
 
     def __init__(self) -> None:
-        from transformers import integrations
-        from transformers.integrations import hub_kernels
-
-        if not hasattr(hub_kernels, DECORATOR):
-            raise RuntimeError(f"transformers must have {DECORATOR}, as 5.24.0 has: pip install -U transformers")
-        self._active = True
-        self._replaced: list[tuple[Any, str, Any]] = []
-        for name, module in [*sys.modules.items()]:
-            if name.startswith("transformers.models.") and ".modeling_" in name:
-                self._replace_in(module)
-        theirs = getattr(hub_kernels, DECORATOR)
-        for owner in (hub_kernels, integrations):  # for models that are imported later
-            self._replace(
-                owner, DECORATOR, lambda *how, **named: lambda function: self._ours(theirs(*how, **named)(function))
-            )
+        global _users
+        if not _users:
+            _replace_all()
+        _users += 1
+        self._in_use = True
 
     def undo(self) -> None:
-        """Give transformers its own functions back."""
-        self._active = False
-        while self._replaced:
-            owner, name, before = self._replaced.pop()
+        """Give transformers its own functions back, unless they are still replaced by another use."""
+        global _users
+        _users -= self._in_use
+        self._in_use = False
+        while _replaced and not _users:
+            owner, name, before = _replaced.pop()
             setattr(owner, name, before)
 
     def __enter__(self) -> "use_in_transformers":
@@ -70,37 +67,65 @@ class use_in_transformers:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.undo()
 
-    def _replace(self, owner: Any, name: str, new: Any) -> None:
-        self._replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, new)
 
-    def _replace_in(self, module: ModuleType) -> None:
-        for name in FUNCTIONS.keys() & vars(module).keys():
-            self._replace(module, name, self._ours(getattr(module, name)))
+def _replace_all() -> None:
+    from transformers import integrations
+    from transformers.integrations import hub_kernels
 
-    def _ours(self, theirs: Function) -> Function:
-        """Return a function that calls ours for tensors on a CPU."""
-        ours = FUNCTIONS.get(theirs.__name__)
-        if ours is None:
-            return theirs
-        known = inspect.signature(ours).parameters.keys()
+    if not hasattr(hub_kernels, DECORATOR):
+        raise RuntimeError(f"transformers must have {DECORATOR}, as 5.24.0 has: pip install -U transformers")
+    theirs = getattr(hub_kernels, DECORATOR)
 
-        @functools.wraps(theirs)
-        def call(*args: Any, **named: Any) -> Any:
-            if not self._active or args[0].device.type != "cpu":
-                return theirs(*args, **named)
-            ends = named.pop("cu_seqlens", None)
-            ends = named.get("cu_seq_lens_q") if ends is None else ends
-            if ends is not None and "seq_idx" in known and named.get("seq_idx") is None:
-                named["seq_idx"] = _numbers(ends, args[0].shape[-1])
-            elif ends is not None and "cu_seqlens" in known:
-                named["cu_seqlens"] = ends
-            return ours(*args, **{name: x for name, x in named.items() if name in known})
+    def decorator(*how: Any, **named: Any) -> Callable[[Function], Function]:
+        return lambda function: _ours(theirs(*how, **named)(function))
 
-        return call
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("transformers.models.") and ".modeling_" in name:
+            for function in FUNCTIONS.keys() & vars(module).keys():
+                _replace(module, function, _ours(getattr(module, function)))
+    for owner in (hub_kernels, integrations):  # for models that are imported later
+        _replace(owner, DECORATOR, decorator)
 
 
-def _numbers(ends: Tensor, length: int) -> Tensor:
-    """Return the number of each token's sequence (1, length)."""
-    places = torch.arange(length, device=ends.device)
-    return torch.searchsorted(ends, places, right=True, out_int32=True).unsqueeze(0)
+def _replace(owner: Any, name: str, new: Any) -> None:
+    _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, new)
+
+
+def _ours(theirs: Function) -> Function:
+    """Return a function with the arguments of transformers' that calls ours for tensors on a CPU."""
+    ours = FUNCTIONS.get(theirs.__name__)
+    if ours is None:
+        return theirs
+    signature, known = inspect.signature(theirs), inspect.signature(ours).parameters.keys()
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **named: Any) -> Any:
+        bound = signature.bind(*args, **named).arguments
+        given = {THEIR_NAMES.get(name, name): x for name, x in bound.items() if name != "kwargs"}
+        given |= bound.get("kwargs", {})
+        x = given["x"] if "x" in given else given["q"]
+        if not _users or x.device.type != "cpu" or given.get("activation") not in (None, "silu", "swish"):
+            return theirs(*args, **named)
+        _keep_apart(given, known, x)
+        return ours(**{name: x for name, x in given.items() if name in known})
+
+    return call
+
+
+def _keep_apart(given: dict[str, Any], known: Collection[str], x: Tensor) -> None:
+    """Set the argument of our function that names the sequences of a packed batch."""
+    ends, numbers = given.get("cu_seqlens"), given.get("seq_idx")
+    ends = given.get("cu_seq_lens_q") if ends is None else ends
+    if ends is None:
+        if numbers is not None and "seq_idx" not in known:
+            raise ValueError("cu_seq_lens_q must be given with seq_idx, got seq_idx only")
+    elif "seq_idx" in known:
+        if numbers is None:
+            # A cache puts columns before the first sequence.
+            places = torch.arange(x.shape[-1], device=x.device) - (x.shape[-1] - ends[-1])
+            given["seq_idx"] = torch.searchsorted(ends[1:], places.to(ends.dtype), right=True).unsqueeze(0)
+    elif "cu_seqlens" in known:
+        if len(ends) > 2 and given.get("output_final_state"):
+            raise ValueError("packed sequences must be computed without a cache: use_cache=False, got a cache")
+        given["cu_seqlens"] = ends

@@ -75,7 +75,7 @@ def run(rule: str, given: dict[str, Tensor], state: Tensor | None = None, first:
     ValueError, TypeError: what fla's kernels do not take. RuntimeError: there is no such kernel, device or package.
     """
     _check(rule, given)
-    sharing = given["v"].shape[1] // given["q"].shape[1]
+    sharing = given["v"].shape[1] // max(1, given["q"].shape[1])
     shared = {name: x.repeat_interleave(sharing, 1) if name in "qk" else x for name, x in given.items()}
     function, arguments = FORMS[rule](*(x.transpose(1, 2) for x in shared.values()))
     places: Tensor | None = None

@@ -6,6 +6,7 @@ B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, starmap
+from operator import index
 from typing import Any
 
 import torch
@@ -79,7 +80,11 @@ class Rule:
         tokens = [given[name] for name in names[:-1]]
         if states_after is None:
             return self.run(*tokens, state=state, first=first, backend=backend)
-        return self._run_pieces(tokens, state, first, backend, [*states_after])
+        try:
+            ends = [*map(index, states_after)]
+        except TypeError:
+            raise TypeError(f"{self.name}: states_after must be a list of integers, got {states_after!r}") from None
+        return self._run_pieces(tokens, state, first, backend, ends)
 
     def run(
         self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None, backend: str = "auto"
@@ -87,6 +92,8 @@ class Rule:
         """Return the same for q, k, v and the gates in their order."""
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        if any(x is None for x in tokens):  # which some rules would take for another rule
+            self.check(*tokens, state=state, first=first)
         if backend == "fla":
             self.check(*tokens, state=state, first=first)
             return fla.run(self.name, dict(zip(("q", "k", "v", *self.gates), tokens, strict=True)), state, first)

@@ -330,7 +330,7 @@ def _gdn2(
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError("gdn2_rule: q, k and v must have the same dtype")
     dtype, (q, k, v, decay) = v.dtype, map(_wide, (q, k, v, decay))
-    key = k if k.shape[1] == v.shape[1] else k.repeat_interleave(v.shape[1] // k.shape[1], 1)
+    key = k if k.shape[1] == v.shape[1] else k.repeat_interleave(v.shape[1] // max(1, k.shape[1]), 1)
     removal_key = erase * key * (decay if decay.dim() == 4 else decay.unsqueeze(-1))
     rest: dict[str, Any] = {"removal_key": removal_key, "removal": key, "state": state, "first": first}
     out, memory = fast_weights(q, k, write * v, decay=decay, **rest)

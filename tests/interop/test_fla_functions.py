@@ -178,6 +178,8 @@ def test_decays_of_values_and_of_all_tokens():
 
 X, G, B = torch.randn(2, 9, 4, 6), torch.zeros(2, 9, 4), torch.ones(2, 9, 4)
 WRONG = [
+    ({"cu_seqlens": torch.tensor([0.0, 4.5, 9.0])}, ValueError, "cu_seqlens must be integers"),
+    ({"cu_seqlens": [0]}, ValueError, "cu_seqlens must be integers"),
     ({"beta": 1.0}, TypeError, "beta must be a tensor|attribute"),
     ({"beta": B[:, :5]}, ValueError, r"beta must have shape \(B, H, L\) = \(2, 4, 9\), got \(2, 4, 5\)"),
     ({"k": X.double()}, TypeError, "k must have q's dtype"),
@@ -221,6 +223,14 @@ def test_convolutions():
     rest = fla.causal_conv1d_update(x[..., 6:], state, weight, bias, "silu")
     torch.testing.assert_close(torch.cat([one.unsqueeze(-1), rest], -1), all_of()[..., 5:])
     assert torch.equal(state, x[..., 7:])
-    for wrong in ({"activation": "relu"}, {"seq_idx": numbers, "return_final_states": True}):
-        with pytest.raises(ValueError, match="must be"):
+    for wrong in ({"activation": "relu"}, {"seq_idx": numbers, "return_final_states": True}, {"initial_states": x}):
+        with pytest.raises(ValueError, match=r"must (be|have)"):
             fla.causal_conv1d_fn(x, weight, bias, **wrong)
+    with pytest.raises(ValueError, match="conv_state must have at least 3 columns, got 2"):
+        fla.causal_conv1d_update(x, x[..., :2].clone(), weight)
+
+
+@looped("steps", [0, 3])
+def test_steps_of_a_token_must_fit(steps):
+    with pytest.raises(ValueError, match="chunk_gated_delta_product: num_householder must be"):
+        fla.chunk_gated_delta_product(X, X.repeat(1, 2, 1, 1), X.repeat(1, 2, 1, 1), G, B.repeat(1, 2, 1), steps)

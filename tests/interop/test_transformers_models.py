@@ -148,6 +148,52 @@ def test_packed_sequences_are_kept_apart(kind):
     torch.testing.assert_close(together, torch.cat(apart, 1), rtol=1e-4, atol=1e-5)
 
 
+def test_what_would_mix_sequences_is_refused():
+    model, tokens, ends = build("qwen3_5_text"), torch.randint(3, 64, (1, 14)), torch.tensor([0, 5, 14])
+    with interop.use_in_transformers():
+        with pytest.raises(ValueError, match="packed sequences must be computed without a cache: use_cache=False"):
+            model(input_ids=tokens, cu_seq_lens_q=ends)
+        with pytest.raises(ValueError, match="cu_seq_lens_q must be given with seq_idx"):
+            model(input_ids=tokens, seq_idx=torch.zeros(1, 14, dtype=torch.int32), use_cache=False)
+
+
+@looped("length", [3, 20])
+def test_one_sequence_with_a_cache_may_have_its_ends(length):
+    model, tokens = build("qwen3_5_text"), torch.randint(3, 64, (1, 30))
+    with torch.no_grad(), interop.use_in_transformers():
+        whole = model(input_ids=tokens, use_cache=False).logits
+        first = model(input_ids=tokens[:, :length], cu_seq_lens_q=torch.tensor([0, length]))
+        rest = model(input_ids=tokens[:, length:], cache=first.cache, cu_seq_lens_q=torch.tensor([0, 30 - length]))
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_are_those_of_transformers():
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    x, g, beta, state = torch.randn(1, 9, 2, 4), -torch.rand(1, 9, 2), torch.rand(1, 9, 2), torch.randn(1, 2, 4, 4)
+    calls = [
+        lambda: module.torch_chunk_gated_delta_rule(x, x, x, g, beta, 64, state, True),
+        lambda: module.torch_recurrent_gated_delta_rule(x, x, x, g, beta, state, True),
+        lambda: module.torch_chunk_gated_delta_rule(query=x, key=x, value=x, g=g, beta=beta),
+        lambda: module.causal_conv1d_fn(x[0].mT, x[0, 0].mT, activation="gelu"),
+    ]
+    expected = [call() for call in calls]
+    with interop.use_in_transformers():
+        torch.testing.assert_close([call() for call in calls], expected)
+
+
+def test_uses_may_overlap():
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    before = module.torch_chunk_gated_delta_rule
+    first, second = interop.use_in_transformers(), interop.use_in_transformers()
+    first.undo()
+    first.undo()
+    assert module.torch_chunk_gated_delta_rule is not before
+    second.undo()
+    assert module.torch_chunk_gated_delta_rule is before
+
+
 def test_functions_are_replaced_and_given_back():
     from transformers.models.qwen3_next import modeling_qwen3_next as module
 
