@@ -93,7 +93,7 @@ def join_padding(past: Tensor | None, past_length: int, new: Tensor | None, leng
     if known is None:
         return None
     parts = ((past, past_length), (new, length))
-    return torch.cat([known.new_zeros(len(known), size) if part is None else part for part, size in parts], dim=1)
+    return torch.cat([known.new_zeros(known.shape[0], size) if part is None else part for part, size in parts], dim=1)
 
 
 def visible_keys(
