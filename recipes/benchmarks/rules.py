@@ -15,9 +15,9 @@ from pictures import Curves
 from record import BYTES, Goal, compare, say
 from timing import GIVE_BACK, Contender, alone, interleave, memory
 
-# The rules of layers, and the form that their layers use.
+# The rules of layers, and the form that their layers use; gdn2 has rwkv7's kernel.
 RULES = {
-    **{rule: rule for rule in ("sum", "gated", "delta", "decay", "gdn2", "rwkv7", "fwm")},
+    **{rule: rule for rule in ("sum", "gated", "delta", "decay", "rwkv7", "fwm")},
     "gla": "gla, decay per key dimension",
     "gated_delta": "gated_delta, decay per head",
     "kda": "gated_delta, decay per key dimension",
