@@ -266,7 +266,9 @@ def _delta_product(
     return run(rule, q, k, v, beta, _decay(g, q))
 
 
-def _rwkv7(run: Run, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, lower_bound: None) -> Results:
+def _rwkv7(
+    run: Run, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, lower_bound: Any = None
+) -> Results:
     """W = diag(exp(w)) W + b^T (a W) + k^T v, read by r: any diagonal plus rank one. lower_bound is a hint."""
     return run(ops.dplr_rule, r, k, v, _decay(w, r), a, -b)
 
@@ -338,7 +340,7 @@ chunk_rwkv7 = _function(
     f"r w k v a b scale=1.0 initial_state=None output_final_state=False {ENDS} * lower_bound=None",
 )
 fused_recurrent_rwkv7 = _function(
-    partial(_rwkv7, lower_bound=None),
+    _rwkv7,
     "fused_recurrent_rwkv7",
     f"r w k v a b scale=None initial_state=None output_final_state=True {ENDS}",
 )

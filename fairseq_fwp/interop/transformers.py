@@ -32,8 +32,6 @@ FUNCTIONS: dict[str, Function] = {
     "causal_conv1d_update": fla.causal_conv1d_update,
 }
 DECORATOR = "use_kernel_func_from_hub_with_fallback"  # of transformers.integrations, around each of them
-
-
 THEIR_NAMES = {"query": "q", "key": "k", "value": "v", "hidden_states": "x"}
 _replaced: list[tuple[Any, str, Any]] = []  # object, name, and what it was
 _users = 0

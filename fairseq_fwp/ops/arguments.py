@@ -30,6 +30,11 @@ def first_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
     return q.new_zeros((*v.shape[:2], q.shape[3], v.shape[-1]), dtype=state_dtype(q.dtype))
 
 
+def for_heads(x: Tensor, heads: int) -> Tensor:
+    """Return q or k with a copy of each head for all heads that share it: (B, Hk, ...) -> (B, H, ...)."""
+    return x if x.shape[1] in (0, heads) else x.repeat_interleave(heads // x.shape[1], 1)
+
+
 def outer(column: Tensor, row: Tensor) -> Tensor:
     """Return the write (..., Dk, Dv) of a value (..., Dv) under a key (..., Dk)."""
     return column.unsqueeze(-1) * row.unsqueeze(-2)

@@ -19,7 +19,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, sequenc
     x, out: (B, L, D); weight: (D, W); bias: (D,). All but float64 is computed in float32.
     sequence: (B, L), integers: a token does not see those with another number. None: each row is one sequence.
 
-    Chaudhari et al. 1989 call it a depthwise convolution; Gu & Dao 2023 (arXiv 2312.00752) put it before a memory.
+    A depthwise convolution, as in Gu & Dao 2023, "Mamba" (arXiv 2312.00752), before the memory.
     """
     wide = state_dtype(x.dtype)
     given = (None if y is None else y.to(wide).contiguous() for y in (x, weight.t(), bias))

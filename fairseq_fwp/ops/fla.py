@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Results
+from .arguments import Results, for_heads
 
 DEVICES, DTYPES, GREATEST_KEY = ("cuda",), (torch.bfloat16, torch.float16), 256
 DECAYS = ("gate", "decay")  # arguments of which fla takes the logarithm
@@ -75,8 +75,8 @@ def run(rule: str, given: dict[str, Tensor], state: Tensor | None = None, first:
     ValueError, TypeError: what fla's kernels do not take. RuntimeError: there is no such kernel, device or package.
     """
     _check(rule, given)
-    sharing = given["v"].shape[1] // max(1, given["q"].shape[1])
-    shared = {name: x.repeat_interleave(sharing, 1) if name in "qk" else x for name, x in given.items()}
+    heads = given["v"].shape[1]
+    shared = {name: for_heads(x, heads) if name in "qk" else x for name, x in given.items()}
     function, arguments = FORMS[rule](*(x.transpose(1, 2) for x in shared.values()))
     places: Tensor | None = None
     last: Any = slice(None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Results, first_state, retrieve, state_dtype
+from .arguments import Results, first_state, for_heads, retrieve, state_dtype
 
 # The square root of L needs the least memory: 64 suits lengths from a thousand to some ten thousand.
 CHUNK = 64
@@ -21,8 +21,7 @@ def loop(
 ) -> Results:
     """Return out and the new state of q, k, v and the gates. It can be differentiated any number of times."""
     q, k, v, *gates = tokens
-    if q.shape[1] != v.shape[1]:  # each head of q and k serves several
-        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    q, k = (for_heads(x, v.shape[1]) for x in (q, k))
     reads: list[Tensor] = []
     memory = like = first_state(q, v, state)
     with torch.autocast(q.device.type, enabled=False):

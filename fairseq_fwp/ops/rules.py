@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, Results, Shape, outer, retrieve, state_dtype
+from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, Results, Shape, for_heads, outer, retrieve, state_dtype
 from .fast_weights import fast_weights
 from .rule import Rule
 
@@ -330,7 +330,7 @@ def _gdn2(
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError("gdn2_rule: q, k and v must have the same dtype")
     dtype, (q, k, v, decay) = v.dtype, map(_wide, (q, k, v, decay))
-    key = k if k.shape[1] == v.shape[1] else k.repeat_interleave(v.shape[1] // max(1, k.shape[1]), 1)
+    key = for_heads(k, v.shape[1])
     removal_key = erase * key * (decay if decay.dim() == 4 else decay.unsqueeze(-1))
     rest: dict[str, Any] = {"removal_key": removal_key, "removal": key, "state": state, "first": first}
     out, memory = fast_weights(q, k, write * v, decay=decay, **rest)
