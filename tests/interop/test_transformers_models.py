@@ -52,6 +52,10 @@ INDEXER = {
     "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }
+GLM = KIMI | {"q_lora_rank": 8, "index_head_dim": 8, "index_n_heads": 2, "index_kpool": 4}
+GLM |= {"mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4}
+for name in ("num_experts", "num_local_experts", "shared_expert_intermediate_size", "qk_rope_head_dim", "head_dim"):
+    del GLM[name]
 CONFIGS = {
     "qwen3_next": GATED_DELTA | EXPERTS,
     "qwen3_5_text": GATED_DELTA,
@@ -61,6 +65,7 @@ CONFIGS = {
     "qwen4_exp_text": GATED_DELTA | EXPERTS | INDEXER,
     "kimi_linear": KIMI,
     "bailing_hybrid": KIMI,
+    "glm5_next": {"text_config": GLM, "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2}},
 }
 every_model = pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind in transformers.CONFIG_MAPPING])
 
@@ -70,10 +75,15 @@ def quiet():
     transformers.logging.set_verbosity_error()
 
 
-def build(kind, dtype=torch.float32):
+def build(kind, dtype=torch.float32, **more):
     torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[kind](**CONFIGS[kind])
-    return transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(dtype).eval()
+    config = transformers.CONFIG_MAPPING[kind](**CONFIGS[kind] | more)
+    auto = (
+        transformers.AutoModelForImageTextToText
+        if "text_config" in CONFIGS[kind]
+        else transformers.AutoModelForCausalLM
+    )
+    return auto.from_config(config, experts_implementation="eager").to(dtype).eval()
 
 
 def results(model, tokens):
@@ -136,7 +146,9 @@ def test_in_float32_and_token_by_token_as_transformers_itself(kind):
 
 @every_model
 def test_packed_sequences_are_kept_apart(kind):
-    model, lengths = build(kind), (5, 9, 7)
+    # The other attention of glm5_next takes packed sequences for one, also in transformers.
+    linear = {"text_config": GLM | {"layer_types": ["linear_attention"] * 2}} if kind == "glm5_next" else {}
+    model, lengths = build(kind, **linear), (5, 9, 7)
     tokens = torch.randint(3, 64, (1, sum(lengths)))
     ends = torch.tensor([0, 5, 14, 21], dtype=torch.int32)
     places = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
@@ -144,7 +156,7 @@ def test_packed_sequences_are_kept_apart(kind):
     packed |= {"max_length_q": 9, "max_length_k": 9, "use_cache": False}
     with torch.no_grad(), interop.use_in_transformers():
         together = model(input_ids=tokens, **packed).logits
-        apart = [model(input_ids=tokens[:, a:b]).logits for a, b in pairwise(ends.tolist())]
+        apart = [model(input_ids=tokens[:, a:b], use_cache=False).logits for a, b in pairwise(ends.tolist())]
     torch.testing.assert_close(together, torch.cat(apart, 1), rtol=1e-4, atol=1e-5)
 
 
