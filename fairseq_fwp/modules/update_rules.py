@@ -6,7 +6,7 @@ key, Dv size of a value.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,22 +43,21 @@ class UpdateRule(NamedTuple):
 
     retrieves: it writes the difference to the value that the key retrieves; attention normalisation divides that too.
     forgets: for attention normalisation that forgets as the rule: gates -> gates of a rule for values (B, H, L, 1) of
-        one, see `normalizer`. Its memory is the normaliser. None: the normaliser is the plain sum of the keys.
-    normalizes: whether attention normalisation is defined for the rule.
+        one, see `normalizer`. Its memory is the normaliser. None: the normaliser is the plain sum of the keys. False:
+        attention normalisation is not defined for the rule.
     steps: keys and values a token, N: k (B, H, L, N, Dk), v (B, H, L, N, Dv).
-    short: an implementation that is faster for a short sequence from an empty memory, such as `ops.SumScores`.
-    write_strength: gates -> (B, H, L), how strongly a token writes; None: undefined. With it, a rule can be read
-        backwards from a query (`synthetic/memory.py`): it is linear in the values, and its transition is symmetric.
     """
 
     operator: Callable[..., tuple[Tensor, Tensor]]
     gates: tuple[Gate, ...] = ()
     retrieves: bool = False
-    forgets: Callable[..., tuple[Tensor, ...]] | None = None
-    normalizes: bool = True
+    forgets: Callable[..., tuple[Tensor, ...]] | Literal[False] | None = None
     steps: int = 1
-    short: type[ops.SumScores] | None = None
-    write_strength: Callable[..., Tensor | float] | None = None
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether attention normalisation is defined for the rule."""
+        return self.forgets is not False
 
     @property
     def normalizer(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -115,13 +114,12 @@ def unit_length(x: Tensor) -> Tensor:
 
 BETA = Gate("beta", doubles=True)
 UPDATE_RULES = {
-    "sum": UpdateRule(ops.sum_rule, short=ops.SumScores, write_strength=lambda: 1),
+    "sum": UpdateRule(ops.sum_rule),
     "gated": UpdateRule(
         # Mao 2022, Eq. 5: the gate has no bias, and also gates the normaliser.
         ops.gated_rule,
         (Gate("gate", at_padding=1),),
         forgets=lambda gate: (gate,),
-        write_strength=lambda gate: 1 - gate,
     ),
     "gla": UpdateRule(
         # Yang et al. 2024, Sec. 4.4: a projection of rank 16.
@@ -129,7 +127,7 @@ UPDATE_RULES = {
         (Gate("decay", lambda dk, dv: dk, torch.zeros, 1, gla_decay, rank=lambda dk, dv: 16),),
         forgets=lambda decay: (decay,),
     ),
-    "delta": UpdateRule(ops.delta_rule, (BETA,), retrieves=True, write_strength=lambda beta: beta),
+    "delta": UpdateRule(ops.delta_rule, (BETA,), retrieves=True),
     "decay": UpdateRule(
         ops.decay_rule,
         (
@@ -165,7 +163,7 @@ UPDATE_RULES = {
     ),
     # Siems et al. 2025 use up to four steps a token; the symmetric group of three elements needs two.
     "delta_product": UpdateRule(
-        ops.delta_product_rule, (BETA._replace(size=lambda dk, dv: 2),), normalizes=False, steps=2
+        ops.delta_product_rule, (BETA._replace(size=lambda dk, dv: 2),), forgets=False, steps=2
     ),
     "rwkv7": UpdateRule(
         # After Peng et al. 2025, with projections of the rank of a head for the decay and the rate. In the paper the
@@ -177,7 +175,7 @@ UPDATE_RULES = {
             Gate("removal_key", lambda dk, dv: dk, activation=unit_length),
             Gate("removal_rate", lambda dk, dv: dk, torch.zeros, 0, rank=lambda dk, dv: dv),
         ),
-        normalizes=False,
+        forgets=False,
     ),
     "fwm": UpdateRule(ops.fwm_rule, (BETA._replace(doubles=False),), retrieves=True),
 }

@@ -41,7 +41,6 @@ from .rules import (
     rwkv7_rule,
     sum_rule,
 )
-from .short import SumScores, scores_are_cheaper
 
 decay_rule_reference = partial(decay_rule, backend="reference")
 delta_rule_reference = partial(delta_rule, backend="reference")
@@ -61,7 +60,6 @@ __all__ = [
     "PER_VALUE",
     "KernelStatus",
     "Rule",
-    "SumScores",
     "decay_rule",
     "decay_rule_reference",
     "delta_product_rule",
@@ -85,7 +83,6 @@ __all__ = [
     "retrieve",
     "rwkv7_rule",
     "rwkv7_rule_reference",
-    "scores_are_cheaper",
     "sum_rule",
     "sum_rule_reference",
 ]

@@ -9,13 +9,14 @@ query. Unrolled, a query retrieves
 
     q W_L = sum_t c_t v_t        c_t = s_t (r_t . k_t)        r_L = q
 
-with s_t the strength of the write at t (`write_strength` of the rule). r_(t-1) is r_t after the rule has written a zero
+with s_t the strength of the write at t (`WRITE_STRENGTHS`). r_(t-1) is r_t after the rule has written a zero
 under k_t: r_(t-1) = r_t - beta_t k_t (k_t . r_t) for delta, g_t r_t for gated, r_t for sum. So the operator, run in
 reverse on values of zero from the state q, gives all c_t. That costs O(L Dk) for a query, and the matrix W would cost
 O(L Dk S).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,15 @@ from fairseq_fwp.modules.attention.normalization import (
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.layers import at_least_float32, check
-from fairseq_fwp.modules.update_rules import Gate, find_rule
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, Gate, find_rule
+
+# Gates -> (B, H, L), how strongly a token writes, of operators that can be read backwards from a query: they are linear
+# in the values, and their transition is symmetric.
+WRITE_STRENGTHS: dict[Callable[..., Any], Callable[..., Any]] = {
+    UPDATE_RULES["sum"].operator: lambda: 1,
+    UPDATE_RULES["gated"].operator: lambda gate: 1 - gate,
+    UPDATE_RULES["delta"].operator: lambda beta: beta,
+}
 
 
 class SoftmaxMemory(nn.Module):
@@ -96,6 +105,11 @@ class FastWeightMemory(nn.Module):
             {gate.name: gate.learned(1, self._size(gate)) for gate in rule.gates if gate.learned}
         )
 
+    @property
+    def write_strength(self) -> Callable[..., Any] | None:
+        """The entry of the rule in `WRITE_STRENGTHS`."""
+        return WRITE_STRENGTHS.get(self.rule.operator)
+
     def _size(self, gate: Gate) -> int:
         return gate.size(self.feature_map.feature_dim, self.num_values) if gate.size else 1
 
@@ -126,11 +140,11 @@ class FastWeightMemory(nn.Module):
         if self.attention_normalization and self.rule.retrieves:  # a factor of the values normalises what is retrieved
             z, ones = k.sum(2).unsqueeze(-1), k.new_ones(*k.shape[:3], 1)
             written, scale = self.attention_normalization.normalize_retrieval(k, ones, running_sum(k))
-        if self.rule.write_strength is None:
+        if self.write_strength is None:
             v = functional.one_hot(values, self.num_values).unsqueeze(1) * scale
             out = q @ self._write(written, v, gates)
         else:
-            weights = self._read_backwards(q, written, gates, self.rule.write_strength(*gates)) * scale
+            weights = self._read_backwards(q, written, gates, self.write_strength(*gates)) * scale
             out = distribute(weights.squeeze(1), values, self.num_values).unsqueeze(1)
         if self.attention_normalization:
             out = out / self.attention_normalization.bound(self._divisor(q, k, gates, out) if z is None else q @ z)
@@ -150,9 +164,9 @@ class FastWeightMemory(nn.Module):
 
     def _divisor(self, q: Tensor, k: Tensor, gates: list[Tensor], out: Tensor) -> Tensor:
         """Return q . z_L (B, 1, Q, 1), where z is the memory for values of one: it forgets as the rule does."""
-        if self.rule.write_strength is not None:
+        if self.write_strength is not None:
             return out.sum(-1, keepdim=True)  # the one-hot vectors sum to values of one
-        if self.rule.forgets is None:
+        if not self.rule.forgets:
             return q @ k.sum(2).unsqueeze(-1)
         forgets = [gate.contiguous() for gate in self.rule.forgets(*gates)]
         return q @ self._write(k, k.new_ones(*k.shape[:3], 1), forgets)

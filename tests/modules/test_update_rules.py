@@ -132,7 +132,7 @@ def test_a_rule_from_outside_need_not_know_documents(monkeypatch):
 
 def test_a_layer_with_a_rule_from_outside_is_pickled_by_its_name(monkeypatch):
     rule = ops.Rule("halving_rule", lambda memory, k, v: memory / 2 + ops.outer(k, v))
-    monkeypatch.setitem(UPDATE_RULES, "halving", UpdateRule(rule, write_strength=lambda: 1))
+    monkeypatch.setitem(UPDATE_RULES, "halving", UpdateRule(rule, (), forgets=lambda: ()))
     layer, x = build("halving"), torch.randn(2, 5, 16)
     file = pickle.dumps(layer)
     same = pickle.loads(file)

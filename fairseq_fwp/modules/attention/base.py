@@ -4,6 +4,7 @@ A state is an immutable tree of tensors (B, ...). Shapes: B batch, L tokens, H h
 of which the last L are queried.
 """
 
+import math
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +56,11 @@ def size_of_keys(embed_dim: int, num_heads: int, key_dim: int | None) -> int:
     size = embed_dim // num_heads if key_dim is None else key_dim
     check(size >= 1, f"`key_dim` must be at least 1, got {size}")
     return size
+
+
+def scores_are_cheaper(pairs: int, visits: int, sizes: tuple[int, int]) -> bool:
+    """Return whether a number for each pair of tokens costs less than visits to memories of `sizes`, (Dk, Dv)."""
+    return pairs * sum(sizes) < visits * math.prod(sizes)
 
 
 def detach(state: State) -> State:

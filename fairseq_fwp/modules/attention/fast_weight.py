@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Attention, size_of_keys
+from fairseq_fwp import ops
+from fairseq_fwp.modules.attention.base import Attention, scores_are_cheaper, size_of_keys
 from fairseq_fwp.modules.attention.normalization import (
     AttentionNormalization,
     SumNormalization,
@@ -111,6 +112,7 @@ class FastWeightAttention(Attention):
             self.key_normalizations.append(unit_length)
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
         self.backend = backend
+        self.has_scores = rule.operator is ops.sum_rule
         # A rule of a plug-in may not support documents.
         self.packs_documents = "first" in signature(self.rule.operator).parameters
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
@@ -158,9 +160,8 @@ class FastWeightAttention(Attention):
         keep_state: bool,
     ) -> tuple[Tensor, FastWeightState | None]:
         """Return the normalised output of the rule (B, H, L, Dv), and the state after the last token."""
-        short = self.rule.short
-        if short and state is None and first is None and self.backend == "auto" and short.suit(q, v):
-            return self._read_scores(short(q, k), v, keep_state)
+        if self.has_scores and state is None and first is None and self.backend == "auto" and suit_scores(q, v):
+            return self._read_scores(q, k, v, keep_state)
         weights, z = (None, None) if state is None else state
         options = {"backend": self.backend} if first is None else {"backend": self.backend, "first": first}
         divisor = None
@@ -171,15 +172,18 @@ class FastWeightAttention(Attention):
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, z)
 
-    def _read_scores(self, scores: Any, v: Tensor, keep_state: bool) -> tuple[Tensor, FastWeightState | None]:
-        """Do the same for few tokens after an empty memory."""
-        normalization = self.attention_normalization
-        out = scores.read(v)
+    def _read_scores(self, q: Tensor, k: Tensor, v: Tensor, keep_state: bool) -> tuple[Tensor, FastWeightState | None]:
+        """Do the same for the sum rule, few tokens and an empty memory: out_t = sum over i <= t of (q_t . k_i) v_i.
+
+        It differs in the last bits: products of matrices add in another order.
+        """
+        normalization, scores = self.attention_normalization, (q @ k.mT).tril()
+        out = scores @ v
         if normalization:
-            out = out / normalization.bound(scores.read_ones()).unsqueeze(-1)
+            out = out / normalization.bound(scores.sum(-1)).unsqueeze(-1)
         if not keep_state:
             return out, None
-        return out, FastWeightState(scores.state(v), scores.state_of_ones() if normalization else None)
+        return out, FastWeightState(k.mT @ v, k.sum(2) if normalization else None)
 
     def initialize(self) -> None:
         """Draw the rule's initial biases of the gates."""
@@ -248,3 +252,14 @@ class FastWeightAttention(Attention):
     def extra_repr(self) -> str:
         normalizations = [*self.key_normalizations, self.attention_normalization]
         return f"num_heads={self.num_heads}, key_dim={self.key_dim}, normalizations={normalizations}"
+
+
+def suit_scores(q: Tensor, v: Tensor) -> bool:
+    """Return whether scores are the fastest form for q and v, which are float32 or float64 on a CPU."""
+    length = q.shape[2]
+    return (
+        q.device.type == "cpu"
+        and q.dtype in (torch.float32, torch.float64)
+        and not torch.is_autocast_enabled("cpu")  # which would round the scores
+        and scores_are_cheaper(length * length, length, (q.shape[-1], v.shape[-1]))
+    )

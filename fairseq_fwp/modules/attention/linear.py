@@ -9,12 +9,11 @@ Shapes: B batch, L queries, S keys and values, H heads, D embed_dim, d = D / H, 
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Attention, check_heads
+from fairseq_fwp.modules.attention.base import Attention, check_heads, scores_are_cheaper
 from fairseq_fwp.modules.attention.fast_weight import FastWeightState
 from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.layers import at_least_float32
-from fairseq_fwp.ops import scores_are_cheaper
 
 
 class LinearAttention(Attention):

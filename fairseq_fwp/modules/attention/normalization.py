@@ -92,7 +92,7 @@ class AttentionNormalization(Division):
         z: the argument is before the first token, None = zeros; the result is after the last one.
         options: of the operator, including `first`.
         """
-        if rule.forgets is not None:
+        if callable(rule.forgets):
             # A memory for values of one, which forgets as the rule does.
             wide = (at_least_float32(x) for x in (q, k, torch.ones_like(v[..., :1]), *rule.forgets(*gates)))
             operator = rule.normalizer or rule.operator
