@@ -37,15 +37,13 @@ struct Convolution {
       for (int64_t i = 0; i < n; ++i) out[t][i] = bias ? bias[i] : 0;
     for_seen([&](int64_t t, int64_t w, int64_t s) { add(out[t], weight[w], x[s], n); });
   }
-  // d_weight and d_bias are added to; d_bias may be null.
-  void backward(Tokens<const A> d_out, Tokens<A> d_x, Tokens<A> d_weight, A* d_bias) const {
+  // d_weight is added to.
+  void backward(Tokens<const A> d_out, Tokens<A> d_x, Tokens<A> d_weight) const {
     for (int64_t t = 0; t < length; ++t) std::fill_n(d_x[t], n, A(0));
     for_seen([&](int64_t t, int64_t w, int64_t s) {
       add(d_x[s], weight[w], d_out[t], n);
       add(d_weight[w], x[s], d_out[t], n);
     });
-    for (int64_t t = 0; d_bias && t < length; ++t)
-      for (int64_t i = 0; i < n; ++i) d_bias[i] += d_out[t][i];
   }
 };
 

@@ -50,14 +50,14 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | 
 
 
 @torch.library.custom_op("fwp::causal_conv1d_backward", mutates_args=())
-def _backward(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     if x.device.type == "cpu" and kernel_ready("cpu"):
         return torch.ops.fwp.causal_conv1d_backward(x, weight, sequence, grad_out)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         return sum((part * w for part, w in zip(_parts(x, weight, sequence), weight, strict=True)), x.new_zeros(()))
 
-    return *torch.func.vjp(product, x, weight)[1](grad_out), grad_out.sum((0, 1))
+    return torch.func.vjp(product, x, weight)[1](grad_out)
 
 
 @_forward.register_fake
@@ -66,8 +66,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -
 
 
 @_backward.register_fake
-def _(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight), x.new_empty(x.shape[2])
+def _(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -77,8 +77,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-    d_x, d_weight, d_bias = _backward(*ctx.saved_tensors, grad_out.contiguous())
-    return d_x, d_weight, d_bias if ctx.has_bias else None, None
+    d_x, d_weight = _backward(*ctx.saved_tensors, grad_out.contiguous())
+    return d_x, d_weight, grad_out.sum((0, 1)) if ctx.has_bias else None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,6 +1,7 @@
 // The convolution on CPU tensors: x (B, L, D), weight (W, D), bias (D,), sequence (B, L) of int64, contiguous.
 
 #include "../../cpu/convolution.h"
+#include "tensors.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -43,45 +44,34 @@ void check(const Tensor& x, const Tensor& weight, const Optional& bias, const Op
               "sequence must be a contiguous tensor (B, L) of int64");
 }
 
-template <typename A>
-void run(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& sequence, const Tensor& out) {
-  const int64_t L = x.size(1), D = x.size(2);
-  for_channels<A>(x, weight, sequence, [&](int64_t b, int64_t c, const Convolution<A>& convolution) {
-    convolution.forward(bias ? bias->const_data_ptr<A>() + c : nullptr,
-                        {out.mutable_data_ptr<A>() + b * L * D + c, D});
-  });
-}
-
-template <typename A>
-void run_backward(const Tensor& x, const Tensor& weight, const Optional& sequence, const Tensor& d_out, const Tensor& d_x,
-                  const Tensor& d_weight, const Tensor& d_bias) {
-  const int64_t L = x.size(1), D = x.size(2);
-  for_channels<A>(x, weight, sequence, [&](int64_t b, int64_t c, const Convolution<A>& convolution) {
-    const int64_t first = b * L * D + c;
-    convolution.backward({d_out.const_data_ptr<A>() + first, D}, {d_x.mutable_data_ptr<A>() + first, D},
-                         {d_weight.mutable_data_ptr<A>() + c, D}, d_bias.mutable_data_ptr<A>() + c);
-  });
-}
-
 Tensor causal_conv1d(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& sequence) {
   check(x, weight, bias, sequence);
   const Tensor out = at::empty_like(x);
-  x.scalar_type() == at::kDouble ? run<double>(x, weight, bias, sequence, out) : run<float>(x, weight, bias, sequence, out);
+  const int64_t L = x.size(1), D = x.size(2);
+  FWP_DISPATCH(x.element_size(), {
+    for_channels<A>(x, weight, sequence, [&](int64_t b, int64_t c, const Convolution<A>& convolution) {
+      convolution.forward(bias ? bias->const_data_ptr<A>() + c : nullptr,
+                          {out.mutable_data_ptr<A>() + b * L * D + c, D});
+    });
+  })
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> causal_conv1d_backward(const Tensor& x, const Tensor& weight, const Optional& sequence,
-                                                          const Tensor& d_out) {
+std::tuple<Tensor, Tensor> causal_conv1d_backward(const Tensor& x, const Tensor& weight, const Optional& sequence,
+                                                  const Tensor& d_out) {
   check(x, weight, {}, sequence);
   check(d_out, weight, {}, {});
   TORCH_CHECK(d_out.sizes() == x.sizes() && d_out.scalar_type() == x.scalar_type(), "d_out must be as x");
   const Tensor d_x = at::empty_like(x), d_weight = at::zeros(weight.sizes(), x.options());
-  const Tensor d_bias = at::zeros({x.size(2)}, x.options());
-  if (x.scalar_type() == at::kDouble)
-    run_backward<double>(x, weight, sequence, d_out, d_x, d_weight, d_bias);
-  else
-    run_backward<float>(x, weight, sequence, d_out, d_x, d_weight, d_bias);
-  return {d_x, d_weight, d_bias};
+  const int64_t L = x.size(1), D = x.size(2);
+  FWP_DISPATCH(x.element_size(), {
+    for_channels<A>(x, weight, sequence, [&](int64_t b, int64_t c, const Convolution<A>& convolution) {
+      const int64_t first = b * L * D + c;
+      convolution.backward({d_out.const_data_ptr<A>() + first, D}, {d_x.mutable_data_ptr<A>() + first, D},
+                           {d_weight.mutable_data_ptr<A>() + c, D});
+    });
+  })
+  return {d_x, d_weight};
 }
 
 }  // namespace
