@@ -132,8 +132,15 @@ class DistillationCriterion(FairseqCriterion):
             found = f"{len(ours)}: give the teacher's --adaptive-softmax-cutoff"
             raise ValueError(f"the model must have the teacher's {len(theirs)} clusters of words, got {found}")
         for student, from_teacher, in_part in zip(ours, theirs, targets, strict=True):
-            if student is not None and from_teacher is not None and in_part is not None:
-                yield student, same_words(student, from_teacher), in_part
+            if student is None or from_teacher is None or in_part is None:
+                continue
+            if student.shape != from_teacher.shape:
+                sizes = f"{student.shape[-1]} and {from_teacher.shape[-1]}"
+                raise ValueError(
+                    f"the model and its teacher must have the same words in each cluster, got {sizes}: give the "
+                    "teacher's --adaptive-softmax-cutoff and data"
+                )
+            yield student, from_teacher, in_part
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
@@ -228,11 +235,3 @@ def real_tokens(name: str, net_input: dict[str, Any], padding_idx: int) -> Tenso
         return net_input["src_tokens"].ne(padding_idx)
     tokens: Tensor = net_input["src_tokens"] if name.startswith("encoder.") else before
     return tokens.ne(padding_idx).T  # fairseq's layers are time-first
-
-
-def same_words(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the teacher's scores. Raises ValueError for another number of words."""
-    if student.shape != teacher.shape:
-        sizes = f"{student.shape[-1]} and {teacher.shape[-1]}: give the teacher's --adaptive-softmax-cutoff and data"
-        raise ValueError(f"the model and its teacher must have the same words in each cluster, got {sizes}")
-    return teacher

@@ -34,7 +34,8 @@ class Rule:
 
 
 def rule(name: str, **gates: tuple[str, ...]) -> Rule:
-    return Rule(getattr(ops, f"{name}_rule"), getattr(ops, f"{name}_rule_reference"), gates)
+    function = getattr(ops, f"{name}_rule")
+    return Rule(function, functools.partial(function, backend="reference"), gates)
 
 
 def product(**gates: tuple[str, ...]) -> Rule:

@@ -131,18 +131,14 @@ def run(args: Namespace) -> None:
     scores = evaluate(model, text, protocol, train, args.batch_size, progress)
     summary = summarize(args, model, characters, scores)
     if args.scores:
-        table = score_table([dictionary[token] for token in text.tokens.tolist()], scores.log_probs.tolist())
+        found = enumerate(zip(text.tokens.tolist(), scores.log_probs.tolist(), strict=True))
+        rows = [f"{place}\t{dictionary[token]}\t{log_prob:.9g}\n" for place, (token, log_prob) in found]
+        table = "".join(["position\ttoken\tlog_prob\n", *rows])
         loading.write_whole(args.scores, lambda file: file.write_text(table, encoding="utf-8"))
     if args.json:
         lines = json.dumps(summary, indent=2) + "\n"
         loading.write_whole(args.json, lambda file: file.write_text(lines, encoding="utf-8"))
     print("\n".join(report(summary)))
-
-
-def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
-    """Return lines of tab-separated position, token and log-probability (base e), under a heading."""
-    rows = (f"{i}\t{word}\t{value:.9g}" for i, (word, value) in enumerate(zip(words, log_probs, strict=True)))
-    return "\n".join(["position\ttoken\tlog_prob", *rows]) + "\n"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -23,8 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import fairseq_fwp
-from fairseq_fwp.evaluation import Text, document_starts
-from fairseq_fwp.tasks.text import BLANK_LINE
+from fairseq_fwp.evaluation import Text
+from fairseq_fwp.tasks import text as texts
 
 
 def output_file(text: str) -> Path:
@@ -202,14 +202,13 @@ def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | 
     if dataset is None:
         found = ", ".join(sorted({file.stem for file in Path(folder).glob("*.idx")})) or "other files"
         raise ValueError(f"the text {subset!r} must exist in {folder}, got only {found}")
-    tokens = torch.cat([dataset[index] for index in range(len(dataset))]).long()
+    lines = texts.Text(dataset)
+    tokens = lines.tokens(0, len(lines)).long()
     if reset_after is None:
         return Text.after(first, tokens)
-    empty_lines = reset_after == BLANK_LINE
-    if not empty_lines and reset_after not in dictionary:
-        raise ValueError(f"--reset-after must be a symbol of the dictionary or {BLANK_LINE}, got {reset_after!r}")
-    separator = dictionary.eos() if empty_lines else dictionary.index(reset_after)
-    return Text.after(first, tokens, document_starts(tokens, separator, empty_lines))
+    if reset_after != texts.BLANK_LINE and reset_after not in dictionary:
+        raise ValueError(f"--reset-after must be a symbol of the dictionary or {texts.BLANK_LINE}, got {reset_after!r}")
+    return Text.after(first, tokens, texts.document_starts(lines, dictionary, reset_after).tolist())
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

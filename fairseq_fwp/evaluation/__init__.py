@@ -17,8 +17,6 @@ decoder has `carries_state = True`, takes `state=` and returns a new "state" in 
 
 from fairseq_fwp.evaluation.dynamic import DynamicRule
 from fairseq_fwp.evaluation.protocol import Protocol, Scores, evaluate, gather_statistics
-from fairseq_fwp.evaluation.windows import Text, document_starts
+from fairseq_fwp.evaluation.windows import Text
 
-__all__ = [
-    "DynamicRule", "Protocol", "Scores", "Text", "document_starts", "evaluate", "gather_statistics",
-]  # fmt: skip
+__all__ = ["DynamicRule", "Protocol", "Scores", "Text", "evaluate", "gather_statistics"]

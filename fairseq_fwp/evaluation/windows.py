@@ -40,17 +40,6 @@ class Window(NamedTuple):
     end: int
 
 
-def document_starts(tokens: Tensor, separator: int, empty_lines: bool = False) -> tuple[int, ...]:
-    """Return the first token of each document of tokens (N,); a document ends with the token `separator`.
-
-    empty_lines: the separator ends a line, and a document ends with a line of nothing else.
-    """
-    ends = tokens.eq(separator)
-    if empty_lines:
-        ends &= torch.cat([ends.new_ones(1), ends[:-1]])
-    return (0, *(place + 1 for place in ends[:-1].nonzero().flatten().tolist()))
-
-
 def windows(length: int, size: int, context: int) -> Iterator[Window]:
     """Yield windows of `size` tokens that score all but their first `context` tokens: each of `length` tokens once.
 

@@ -23,8 +23,6 @@ checks and the operator of PyTorch come with it. ``fairseq_fwp.testing.check_rul
 of every rule.
 """
 
-from functools import partial
-
 from ..kernels import KernelStatus, kernel_status
 from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve
 from .rule import Rule
@@ -42,18 +40,6 @@ from .rules import (
     sum_rule,
 )
 
-decay_rule_reference = partial(decay_rule, backend="reference")
-delta_rule_reference = partial(delta_rule, backend="reference")
-delta_product_rule_reference = partial(delta_product_rule, backend="reference")
-dplr_rule_reference = partial(dplr_rule, backend="reference")
-fwm_rule_reference = partial(fwm_rule, backend="reference")
-gated_rule_reference = partial(gated_rule, backend="reference")
-gated_delta_rule_reference = partial(gated_delta_rule, backend="reference")
-gdn2_rule_reference = partial(gdn2_rule, backend="reference")
-gla_rule_reference = partial(gla_rule, backend="reference")
-rwkv7_rule_reference = partial(rwkv7_rule, backend="reference")
-sum_rule_reference = partial(sum_rule, backend="reference")
-
 __all__ = [
     "PER_KEY",
     "PER_TOKEN",
@@ -61,28 +47,17 @@ __all__ = [
     "KernelStatus",
     "Rule",
     "decay_rule",
-    "decay_rule_reference",
     "delta_product_rule",
-    "delta_product_rule_reference",
     "delta_rule",
-    "delta_rule_reference",
     "dplr_rule",
-    "dplr_rule_reference",
     "fwm_rule",
-    "fwm_rule_reference",
     "gated_delta_rule",
-    "gated_delta_rule_reference",
     "gated_rule",
-    "gated_rule_reference",
     "gdn2_rule",
-    "gdn2_rule_reference",
     "gla_rule",
-    "gla_rule_reference",
     "kernel_status",
     "outer",
     "retrieve",
     "rwkv7_rule",
-    "rwkv7_rule_reference",
     "sum_rule",
-    "sum_rule_reference",
 ]

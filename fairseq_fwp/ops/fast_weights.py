@@ -94,36 +94,19 @@ def fast_weights(
     return out, memory
 
 
-def step(
-    memory: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    decay: Tensor | None = None,
-    value_decay: Tensor | None = None,
-    rate: Tensor | None = None,
-    removal_key: Tensor | None = None,
-    removal: Tensor | None = None,
-    erases: bool = False,
-) -> Tensor:
-    """Return the memory after one token, by the equation above."""
-    faded = memory if decay is None else decay.unsqueeze(-1) * memory
-    faded = faded if value_decay is None else faded * value_decay.unsqueeze(-2)
-    write = v - retrieve(k, faded) if erases else v
-    after = faded + outer(k, write if rate is None else rate * write)
-    if removal_key is None or removal is None:
-        return after
-    return after - outer(removal, retrieve(removal_key, memory))
-
-
 def reference_of(given: Inputs) -> Callable[..., Results]:
     """Return the definition for these inputs: (*given.tokens, state=, first=) -> out and the new state."""
     names = [name for name in OPTIONAL if getattr(given, name) is not None]
 
-    def named_step(memory: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
-        return step(memory, k, v, **dict(zip(names, gates, strict=True)), erases=given.erases)
+    def step(memory: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+        gate = dict(zip(names, gates, strict=True))
+        faded = gate["decay"].unsqueeze(-1) * memory if "decay" in gate else memory
+        faded = faded * gate["value_decay"].unsqueeze(-2) if "value_decay" in gate else faded
+        write = v - retrieve(k, faded) if given.erases else v
+        after = faded + outer(k, gate["rate"] * write if "rate" in gate else write)
+        return after - outer(gate["removal"], retrieve(gate["removal_key"], memory)) if "removal" in gate else after
 
-    return lambda *tokens, state, first: reference.loop("fast_weights", named_step, tokens, state, first)
+    return lambda *tokens, state, first: reference.loop("fast_weights", step, tokens, state, first)
 
 
 def _check(given: Inputs) -> None:

@@ -252,10 +252,13 @@ class FwpSequenceProblemsTask(GeneratedTask):
     smallest: ClassVar = dict.fromkeys(
         ["length", "valid_length", "pairs", "symbols", "train_sequences", "valid_sequences", "double_pairs_every"], 1
     )
+    source_dictionary: Any = None  # attributes, where fairseq has properties
+    target_dictionary: Any = None
 
     def __init__(self, cfg: FwpSequenceProblemsConfig) -> None:
         super().__init__(cfg)
-        self.dictionary = Dictionary()
+        # Answers are symbols too.
+        self.dictionary = self.source_dictionary = self.target_dictionary = Dictionary()
         for symbol in range({"parity": 2, "s3": 6, "mqar": 2 * cfg.symbols}[str(cfg.problem)]):
             self.dictionary.add_symbol(str(symbol))
 
@@ -270,13 +273,6 @@ class FwpSequenceProblemsTask(GeneratedTask):
             more = f"{flag} must be more than 2 x --pairs = {2 * cfg.pairs}"
             asks = "a pair takes two tokens, and what follows asks for values"
             check(length > 2 * cfg.pairs, f"{more}, got {length}: {asks}")
-
-    @property
-    def source_dictionary(self) -> Dictionary:
-        """The dictionary of symbols; answers are symbols too."""
-        return self.dictionary
-
-    target_dictionary = source_dictionary
 
     def sequences(self, training: bool, seed: tuple[int, ...]) -> ProblemSequences:
         cfg, words = self.cfg, self.dictionary

@@ -8,7 +8,7 @@ import torch
 from pairwise import looped
 from small_models import build_model
 
-from fairseq_fwp.evaluation import DynamicRule, Protocol, Text, document_starts, evaluate, gather_statistics
+from fairseq_fwp.evaluation import DynamicRule, Protocol, Text, evaluate, gather_statistics
 from fairseq_fwp.evaluation.dynamic import KINDS, measure
 from fairseq_fwp.evaluation.scoring import WindowScorer
 
@@ -138,14 +138,6 @@ def test_documents_start_with_the_trained_weights(carry, starts):
     expected = brute_force(model, text, rule, random_text(9), 0, carry)
     actual = evaluate(model, text, Protocol(SIZE, 0, carry, rule)).log_probs
     torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
-
-
-def test_where_documents_start():
-    end, word = 2, 7
-    tokens = torch.tensor([5, end, end, 6, word, 20, end, end, end, 8, word, end])
-    assert document_starts(tokens, word) == (0, 5, 11)
-    assert document_starts(tokens, end, empty_lines=True) == (0, 3, 8, 9)
-    assert document_starts(torch.tensor([end, 5, end]), end, empty_lines=True) == (0, 1)
 
 
 def test_a_rule_of_sums_is_one_of_means_by_other_numbers():

@@ -239,7 +239,7 @@ def test_auto_leaves_sizes_beyond_the_kernels_to_the_reference(monkeypatch):
         match=r"keys and values must have at most 4 dimensions for its kernels, got \(5, 4\); use smaller heads",
     ):
         found = ops.delta_rule(**inputs)
-    expected = ops.delta_rule_reference(**inputs)
+    expected = ops.delta_rule(**inputs, backend="reference")
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -304,15 +304,17 @@ NAMES = ("decay", "value_decay", "rate", "removal_key", "removal")
 def of_operator(names, erases, x):
     gates = dict(zip(names, x[3:]))
     return (*x[:3], *(gates.get(name) for name in (*NAMES, "state")), None, erases)
-for names, erases, reference, given in (
-    (("state",), False, ops.sum_rule_reference, (q, k, v, state)),
-    (("rate", "state"), True, ops.delta_rule_reference, (q, k, v, beta, state)),
-    (("decay", "state"), False, ops.gla_rule_reference, (q, k, v, beta, state)),
-    (("decay", "value_decay", "state"), False, ops.decay_rule_reference, (q, k, v, f, z, state)),
-    (("decay", "rate", "state"), True, ops.gated_delta_rule_reference, (q, k, v, f, beta, state)),
+for names, erases, rule, given in (
+    (("state",), False, ops.sum_rule, (q, k, v, state)),
+    (("rate", "state"), True, ops.delta_rule, (q, k, v, beta, state)),
+    (("decay", "state"), False, ops.gla_rule, (q, k, v, beta, state)),
+    (("decay", "value_decay", "state"), False, ops.decay_rule, (q, k, v, f, z, state)),
+    (("decay", "rate", "state"), True, ops.gated_delta_rule, (q, k, v, f, beta, state)),
 ):
     def op(*x):
         return torch.ops.fwp.fast_weights.default(*of_operator(names, erases, x))
+    def reference(*x):
+        return rule(*x, backend="reference")
     assert torch.autograd.gradcheck(lambda *x: op(*x)[:2], given)
     assert torch.autograd.gradcheck(lambda *x: op(*x)[:2], given[:-1])
     torch.library.opcheck(torch.ops.fwp.fast_weights.default, of_operator(names, erases, given))

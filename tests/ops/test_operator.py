@@ -90,7 +90,7 @@ def test_layouts_may_differ():
     packed = {name: x.contiguous() for name, x in inputs.items()}
     gradients = cotangents(inputs)
     found = results(kernel_or_auto("rwkv7"), inputs, gradients)
-    assert_results(found, results(ops.rwkv7_rule_reference, packed, gradients), **ROUNDED)
+    assert_results(found, results(partial(ops.rwkv7_rule, backend="reference"), packed, gradients), **ROUNDED)
 
 
 @looped("backend", ["kernel", "reference"])
@@ -134,7 +134,7 @@ def test_delta_product_of_other_numbers_of_steps(steps, decay):
     inputs["state"] = torch.randn(2, 3, 6, 5).double()
     inputs |= {} if decay is None else {"decay": torch.rand(2, 3, 20, *decay).double()}
     gradients = torch.randn(2, 3, 20, 5).double(), torch.randn(2, 3, 6, 5).double()
-    expected = results(ops.delta_product_rule_reference, inputs, gradients)
+    expected = results(partial(ops.delta_product_rule, backend="reference"), inputs, gradients)
     assert_results(results(kernel_or_auto("delta_product"), inputs, gradients), expected, **ROUNDED)
 
 

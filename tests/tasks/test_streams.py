@@ -5,6 +5,8 @@ import torch
 from fairseq.data import TokenBlockDataset, iterators
 from pairwise import looped, pairwise
 
+from fairseq_fwp.tasks.text import document_starts
+
 
 def batches(task, split="train", update_freq=1, epochs=1, **options):
     """Yield the batches of one process as fairseq-train groups them, epoch after epoch."""
@@ -115,6 +117,19 @@ def test_documents(make_task, separator, documents):
             found.append([])
         found[-1] += block["target"].tolist()
     assert found == documents
+
+
+@looped(
+    "separator, lines, starts",
+    [
+        ("w3", [[5, 2], [2], [6, 7, 8, 2], [2], [2], [8, 7, 2]], [0, 5, 11]),
+        ("blank-line", [[5, 2], [2], [6, 7, 8, 2], [2], [2], [8, 7, 2]], [0, 3, 8, 9]),
+        ("blank-line", [[2], [5, 2]], [0, 1]),
+    ],
+)
+def test_where_documents_start(make_task, separator, lines, starts):
+    task = make_task({"train": lines})
+    assert document_starts(task.dataset("train").text, task.dictionary, separator).tolist() == starts
 
 
 def test_streams_differ_by_at_most_one_segment(make_task, random_lines):
