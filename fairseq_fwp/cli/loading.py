@@ -9,9 +9,8 @@ import pickle
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable
-from enum import EnumMeta
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, tasks, utils
@@ -136,9 +135,9 @@ def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, 
         for name in overrides.keys() & settings.keys():
             try:
                 settings[name] = overrides[name]
-            except OmegaConfBaseException:
-                expected = describe(group.__dataclass_fields__[name].type)
-                raise ValueError(f"--model-overrides: {name} must be {expected}, got {overrides[name]!r}") from None
+            except OmegaConfBaseException as error:
+                got = f"{overrides[name]!r}: {str(error).splitlines()[0]}"
+                raise ValueError(f"--model-overrides: {name} must have the type of this setting, got {got}") from None
             read[name] = settings[name]
     return read
 
@@ -151,16 +150,6 @@ def option_names(settings: Any) -> set[str]:
     for name, value in settings.items():
         names |= option_names(value) if isinstance(value, dict | Namespace) else {name}
     return names
-
-
-def describe(annotation: Any) -> str:
-    """The values that a setting of this type takes."""
-    names = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
-    if isinstance(annotation, EnumMeta):
-        return "one of " + ", ".join(annotation.__members__)
-    if get_origin(annotation) is Union:
-        return " or ".join(map(describe, get_args(annotation)))
-    return names.get(annotation, str(annotation))
 
 
 def architecture(cfg: Any) -> str:

@@ -154,6 +154,7 @@ LEAKY = ops.Rule(
         (UpdateRule(LEAKY, Gate("keep")), "gates must be a tuple such as"),
         (UpdateRule(LEAKY), "gates must be those of leaky_rule, in their order: keep, got none"),
         (UpdateRule(LEAKY, (Gate("kept"),)), "gates must be those of leaky_rule, in their order: keep, got kept"),
+        (UpdateRule(ops.delta_rule), "gates must be those of delta_rule, in their order: beta, got none"),
     ],
 )
 def test_an_entry_of_the_table_that_cannot_be_a_layer_is_refused(monkeypatch, entry, message):
