@@ -6,6 +6,8 @@ import torch
 def rule_inputs(layer, x, key_padding_mask=None):
     """Return q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
     queries_keys, v, gates = layer.project(x)
+    if layer.convolution is not None:
+        queries_keys, v, _ = layer.convolve(queries_keys, v, None, key_padding_mask, None)
     features = layer.feature_map(queries_keys)
     for normalization in layer.key_normalizations:
         features = normalization(features)

@@ -33,6 +33,13 @@ LANGUAGE_MODELS = {
         for rule in UPDATE_RULES
         if f"{rule}_lm_wt103" not in PRESETS
     },
+    # Large heads: normalisation of a few numbers enlarges their rounding in half precision.
+    "DeltaNet": ("delta_net_lm_tiny", {"decoder_key_dim": 12, "decoder_value_dim": 12}),
+    "Gated DeltaNet": (
+        "gated_deltanet_lm_tiny",
+        {"decoder_attention_heads": 2, "decoder_value_heads": 4, "decoder_key_dim": 8, "decoder_value_dim": 16},
+    ),
+    "KDA": ("kda_lm_tiny", {"decoder_attention_heads": 2, "output_gate_rank": 8, "decay_lower_bound": -5.0}),
     "local": ("softmax_lm_wt103", {"attention_window": 3}),
     "clusters": ("delta_lm_wt103", {"adaptive_softmax_cutoff": "10,30", "no_token_positional_embeddings": True}),
     "clusters of softmax": ("softmax_lm_wt103", {"adaptive_softmax_cutoff": "10,30", "decoder_normalize_before": True}),

@@ -59,6 +59,12 @@ DEFAULTS = {
     "attention_normalization_read_out_only": False,
 }
 
+# Options of parts and sizes that softmax attention does not have.
+WITHOUT_WEIGHTS = (
+    "decoder_value_dim", "decoder_value_heads", "decoder_conv_size", "output_gate", "output_gate_rank",
+    "decay_lower_bound",
+)  # fmt: skip
+
 # Projections of queries and keys (H m, D + 1) and of values (D, D + 1); the last column is the bias.
 Projections = tuple[Tensor, Tensor, Tensor]
 
@@ -91,6 +97,8 @@ def check_options(arch: str, given: Mapping[str, Any], method: Method) -> None:
     """Check the options of a new attention, by field, before a checkpoint is read; raise ValueError otherwise."""
     if others := [name for name in given if name not in ATTENTION_OPTIONS[arch]]:
         raise ValueError(f"{flag(others[0])} must be left out: only options of attention can change")
+    if parts := [name for name in WITHOUT_WEIGHTS if name in given]:
+        raise ValueError(f"{flag(parts[0])} must be left out: the pretrained weights are for attention without it")
     if arch == "fwp_transformer":
         check_translation(given, method)
         return

@@ -23,6 +23,7 @@ from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageM
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
 from fairseq_fwp.models.language_model import fill_in_defaults
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax
+from fairseq_fwp.modules.layers import check
 from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,8 @@ class LearningDecoder(LanguageModelDecoder):
 
     def __init__(self, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> None:
         super().__init__(cfg, dictionary)
+        identity = "the layer is the identity at first only on features of layer normalisation"
+        check(not cfg.rms_norm, f"--rms-norm must be off with a fast weight layer, got on: {identity}")
         self.packs_documents = False
         if cfg.fwl_fast_weights == "softmax-bias":
             softmax = AdaptiveSoftmax(self.embed_tokens, self.adaptive_softmax.bounds[1:-1], shifted=True)

@@ -21,7 +21,8 @@ from typing import Any, Optional
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
-from fairseq_fwp.modules.attention.base import size_of_keys
+from fairseq_fwp.modules.attention.base import head_size
+from fairseq_fwp.modules.attention.fast_weight import OUTPUT_GATES
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, Division, SumNormalization
 from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS, FeatureMap
 from fairseq_fwp.modules.layers import check, look_up
@@ -83,6 +84,19 @@ class AttentionOptions(MemoryOptions):
     decoder_key_dim: Optional[int] = option(  # noqa: UP045
         None, "size of a head's keys and queries before the map, at least 1; none: embedding dimension / heads"
     )
+    decoder_value_dim: Optional[int] = option(  # noqa: UP045
+        None, "size of a head's values, at least 1; none: embedding dimension / heads"
+    )
+    decoder_value_heads: Optional[int] = option(  # noqa: UP045
+        None,
+        "heads of values and gates, a multiple of --decoder-attention-heads: several in a row share queries and keys; "
+        "none: that number",
+    )
+    decoder_conv_size: int = option(
+        0,
+        "tokens that a causal convolution of each channel of queries, keys and values sees before the map, values "
+        "through SiLU after it; 0: no convolution",
+    )
     attention_normalization_read_out_only: bool = option(
         False, "with --attention-normalization: divide only the output, as the paper's public code does by default"
     )
@@ -100,6 +114,23 @@ class AttentionOptions(MemoryOptions):
     )
     l2_normalization: bool = option(
         False, "divide mapped keys and queries by their lengths, as modern delta networks do"
+    )
+    l2_normalization_epsilon: float = option(
+        0.0, "number that --l2-normalization adds to the squares of lengths, at least 0: 1e-6 in public code"
+    )
+    scale_queries: bool = option(
+        False, "multiply mapped and normalised queries by 1 / sqrt(number of features), as softmax attention does"
+    )
+    output_gate: ChoiceEnum([*OUTPUT_GATES]) = option(  # type: ignore[valid-type]
+        "none", "function of a projection of the input by which the output is multiplied before its own projection"
+    )
+    output_gate_rank: Optional[int] = option(  # noqa: UP045
+        None, "rank of the projection of --output-gate, with a bias, at least 1; none: full, without bias"
+    )
+    decay_lower_bound: Optional[float] = option(  # noqa: UP045
+        None,
+        "lower bound of the logarithm of a decay of gated_delta, kda and gdn2, below 0, such as -5 (safe gate); none: "
+        "no bound",
     )
     negative_eigenvalues: bool = option(
         False, "let the rate beta of the delta rules go up to 2 instead of 1, for keys of length one (Grazzi 2025)"
@@ -196,7 +227,7 @@ def build_attention(options: type, cfg: Any, name: str | None = None) -> Any:
     given = {"embed_dim": cfg.decoder_embed_dim, "num_heads": cfg.decoder_attention_heads}
     if "feature_map" in signature(kind).parameters:
         with naming_flags(names):
-            key_dim = size_of_keys(**given, key_dim=cfg.decoder_key_dim)
+            key_dim = head_size(**given, size=cfg.decoder_key_dim)
         given |= {"key_dim": key_dim, "feature_map": build_map(options, cfg, cfg.decoder_feature_map, key_dim)}
         given |= build_normalizations(cfg)
     return construct(kind, cfg, names, **given)

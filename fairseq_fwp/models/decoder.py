@@ -20,7 +20,7 @@ from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES
 from fairseq_fwp.modules.attention.base import detach, reorder, reset
 from fairseq_fwp.modules.feature_maps import resample
-from fairseq_fwp.modules.layers import DecoderLayer, Dropout, at_least_float32, check, faster_linear
+from fairseq_fwp.modules.layers import DecoderLayer, Dropout, at_least_float32, check, faster_linear, layer_norm
 from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,13 @@ class DecoderConfig(FairseqDataclass):
     decoder_attention_heads: int = option(8, "number of heads, at least 1")
     decoder_normalize_before: bool = option(
         False, "layer normalisation before each block (pre-norm) instead of after it"
+    )
+    rms_norm: bool = option(
+        False, "RMS normalisation instead of layer normalisation, in blocks and with --norm-read-out"
+    )
+    norm_epsilon: float = option(1e-5, "epsilon of these normalisations, above 0")
+    swiglu: bool = option(
+        False, "feed-forward blocks with a SiLU gate and without biases (Shazeer 2020), instead of --activation-fn"
     )
     no_decoder_final_norm: bool = option(
         False, "with --decoder-normalize-before: no layer normalisation after the last block"
@@ -131,6 +138,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.needs_state: dict[str, str] = {}
         self.padding_idx = dictionary.pad()
         self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
+        with naming_flags({"norm_epsilon": "norm_epsilon"}):
+            norm = layer_norm(cfg.decoder_embed_dim, cfg.rms_norm, cfg.norm_epsilon)
         cutoffs = read_cutoffs(cfg, len(dictionary))
         words, dim, pad = len(dictionary), cfg.decoder_embed_dim, dictionary.pad()
         with naming_flags(OUTPUT_FLAGS):
@@ -152,13 +161,16 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
                 cfg.dropout,
                 cfg.activation_dropout,
                 cfg.decoder_normalize_before,
+                cfg.rms_norm,
+                cfg.norm_epsilon,
+                cfg.swiglu,
             )
             for index in range(cfg.decoder_layers)
         )
         # A state that does not grow with the text can be carried forever.
         self.carries_state = all(attention.constant_state for attention in self.attentions)
         final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
-        self.layer_norm = nn.LayerNorm(cfg.decoder_embed_dim) if final_norm else None
+        self.layer_norm = norm if final_norm else None
         # Without cutoffs too, so that the criterion adaptive_loss always works.
         self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
         self.apply(initialize)

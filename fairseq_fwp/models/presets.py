@@ -62,6 +62,43 @@ def decoder(**sizes: int) -> dict[str, Any]:
     return {f"decoder_{name}": value for name, value in sizes.items()}
 
 
+# The whole layer of flash-linear-attention's models: names and settings are those of its configurations.
+MODERN = {
+    "decoder_feature_map": "silu", "decoder_conv_size": 4, "l2_normalization": True, "l2_normalization_epsilon": 1e-6,
+    "scale_queries": True, "norm_read_out": True, "rms_norm": True, "norm_epsilon": 1e-6, "swiglu": True,
+    "decoder_normalize_before": True, "no_token_positional_embeddings": True, "no_scale_embedding": True,
+    "output_layer": "untied", "dropout": 0.0,
+}  # fmt: skip
+# DeltaNet (Yang et al. 2024, arXiv 2406.06484) does not gate its output. Gated DeltaNet (Yang et al. 2025, arXiv
+# 2412.06464) does by SiLU, and Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692) by a sigmoid of a head's rank.
+DELTA_NET = {**MODERN, "decoder_update_rule": "delta"}
+GATED_DELTANET = {**MODERN, "decoder_update_rule": "gated_delta", "output_gate": "silu"}
+KIMI = {**MODERN, "decoder_update_rule": "kda", "output_gate": "sigmoid"}
+WIDE_1B = {"embed_dim": 2048, "ffn_embed_dim": 5632}
+WIDE_340M = {"embed_dim": 1024, "ffn_embed_dim": 2816}
+TINY = {"embed_dim": 128, "ffn_embed_dim": 384, "layers": 4}
+
+# Sizes of 1.3b are the defaults of the configurations, 340m of delta_net is the published one. Those of the other two
+# have half the width of 1.3b. tiny trains on two cores of a CPU.
+MODERN_PRESETS: dict[str, dict[str, Any]] = {
+    "delta_net_lm_tiny": {**DELTA_NET, **decoder(**TINY, attention_heads=2)},
+    "delta_net_lm_340m": {**DELTA_NET, **decoder(**WIDE_340M, layers=24, attention_heads=8)},
+    "delta_net_lm_1.3b": {**DELTA_NET, **decoder(**WIDE_1B, layers=24, attention_heads=16)},
+    "gated_deltanet_lm_tiny": {
+        **GATED_DELTANET, **decoder(**TINY, attention_heads=3, key_dim=32, value_dim=64)
+    },
+    "gated_deltanet_lm_340m": {
+        **GATED_DELTANET, **decoder(**WIDE_340M, layers=21, attention_heads=3, key_dim=256, value_dim=512)
+    },
+    "gated_deltanet_lm_1.3b": {
+        **GATED_DELTANET, **decoder(**WIDE_1B, layers=21, attention_heads=6, key_dim=256, value_dim=512)
+    },
+    "kda_lm_tiny": {**KIMI, **decoder(**TINY, attention_heads=2), "output_gate_rank": 64},
+    "kda_lm_340m": {**KIMI, **decoder(**WIDE_340M, layers=24, attention_heads=8), "output_gate_rank": 128},
+    "kda_lm_1.3b": {**KIMI, **decoder(**WIDE_1B, layers=24, attention_heads=16), "output_gate_rank": 128},
+}  # fmt: skip
+
+
 def noise(probability: float) -> dict[str, Any]:
     """Return the options of one dropout everywhere."""
     return dict.fromkeys(["dropout", "activation_dropout", "attention_dropout"], probability)
@@ -119,7 +156,7 @@ MT_PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 PRESETS_OF_MODELS = {
-    "fwp_lm": PRESETS,
+    "fwp_lm": PRESETS | MODERN_PRESETS,
     "fwp_xl_lm": XL_PRESETS,
     "fwp_fwl_lm": FWL_PRESETS,
     "fwp_transformer": MT_PRESETS,

@@ -305,6 +305,18 @@ class Tanh(FeatureMap):
         return at_least_float32(x).tanh()
 
 
+class Silu(FeatureMap):
+    """The map phi(x) = x sigmoid(x), element by element: Yang et al. 2024, arXiv 2406.06484, Sec. 3.3 (DeltaNet).
+
+    Its features have either sign, so no normalisation by a sum applies to it.
+    """
+
+    positive = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(at_least_float32(x))
+
+
 FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "elu": EluPlusOne,
     "favor": Favor,
@@ -312,4 +324,5 @@ FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "relu": LearnedRelu,
     "identity": Identity,
     "tanh": Tanh,
+    "silu": Silu,
 }

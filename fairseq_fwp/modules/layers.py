@@ -61,12 +61,21 @@ class Dropout(nn.Dropout):
         self.retained = retain_dropout and named
 
 
+def layer_norm(dim: int, rms_norm: bool = False, epsilon: float = 1e-5) -> nn.Module:
+    """Return layer normalisation, or RMS normalisation without shift (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+    check(epsilon > 0, f"`norm_epsilon` must be above 0, got {epsilon}")
+    return nn.RMSNorm(dim, eps=epsilon) if rms_norm else nn.LayerNorm(dim, eps=epsilon)
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward blocks with residual connections (Vaswani et al. 2017, Sec. 3.1).
 
     attention: an `Attention`; activation: between the two feed-forward projections; dropout: after each block;
     activation_dropout: after the activation;
-    normalize_before: layer normalisation before each block (pre-norm) instead of after its residual (post-norm).
+    normalize_before: layer normalisation before each block (pre-norm) instead of after its residual (post-norm);
+    rms_norm, norm_epsilon: see `layer_norm`;
+    swiglu: feed-forward blocks W_2 (SiLU(W_1 x) * W_3 x) without biases, fc1 = [W_1; W_3] (Shazeer
+        2020, arXiv 2002.05202).
     """
 
     def __init__(
@@ -78,14 +87,17 @@ class DecoderLayer(nn.Module):
         dropout: float = 0.0,
         activation_dropout: float = 0.0,
         normalize_before: bool = False,
+        rms_norm: bool = False,
+        norm_epsilon: float = 1e-5,
+        swiglu: bool = False,
     ) -> None:
         super().__init__()
         self.self_attn = attention
-        self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
-        self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
-        self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
-        self.final_layer_norm = nn.LayerNorm(embed_dim)
-        self.activation = activation
+        self.self_attn_layer_norm = layer_norm(embed_dim, rms_norm, norm_epsilon)
+        self.fc1 = nn.Linear(embed_dim, (1 + swiglu) * ffn_embed_dim, bias=not swiglu)
+        self.fc2 = nn.Linear(ffn_embed_dim, embed_dim, bias=not swiglu)
+        self.final_layer_norm = layer_norm(embed_dim, rms_norm, norm_epsilon)
+        self.activation = gated_silu if swiglu else activation
         self.dropout = Dropout(dropout, self)
         self.activation_dropout = Dropout(activation_dropout, self)
         self.normalize_before = normalize_before
@@ -113,6 +125,12 @@ class DecoderLayer(nn.Module):
         y = self.fc2(self.activation_dropout(self.activation(self.fc1(y))))
         x = x + self.dropout(y)
         return (x if self.normalize_before else self.final_layer_norm(x)), state
+
+
+def gated_silu(x: Tensor) -> Tensor:
+    """Return SiLU(x_1) * x_2 (..., F) for x = [x_1; x_2] (..., 2 F)."""
+    gate, y = x.chunk(2, -1)
+    return F.silu(gate) * y
 
 
 # With fewer rows, oneDNN is not faster than MKL (measured with 128 to 512 columns).

@@ -84,17 +84,26 @@ class MambaDecay(nn.Module):
 
     Gu & Dao 2023, "Mamba" (arXiv 2312.00752), Sec. 3.6, as used in Gated DeltaNet and Kimi Delta Attention. exp(A)
     starts uniform in (1, 16), and softplus(b) log-uniform in (0.001, 0.1). So at first most of the memory is kept.
+
+    lower_bound: of log a, below 0: a = exp(lower_bound sigmoid(exp(A) (x + b))), where A starts at 0. None = no bound.
+    It is the "safe gate" of flash-linear-attention's Kimi Delta Attention. Raises ValueError for a bound of 0 or more.
     """
 
-    def __init__(self, num_heads: int, size: int) -> None:
+    def __init__(self, num_heads: int, size: int, lower_bound: float | None = None) -> None:
         super().__init__()
-        self.log_rate = nn.Parameter(torch.empty(num_heads, 1).uniform_(1, 16).log())
+        check(lower_bound is None or lower_bound < 0, f"`decay_lower_bound` must be below 0, got {lower_bound}")
+        self.lower_bound = lower_bound
+        rate = torch.ones(num_heads, 1) if lower_bound else torch.empty(num_heads, 1).uniform_(1, 16)
+        self.log_rate = nn.Parameter(rate.log())
         step = torch.empty(num_heads, size).uniform_(math.log(0.001), math.log(0.1)).exp()
         self.bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the decay (B, L, H, size), in (0, 1)."""
-        return torch.exp(-at_least_float32(self.log_rate).exp() * F.softplus(x + self.bias))
+        rate = at_least_float32(self.log_rate).exp()
+        if self.lower_bound is None:
+            return torch.exp(-rate * F.softplus(x + self.bias))
+        return torch.exp(self.lower_bound * torch.sigmoid(rate * (x + self.bias)))
 
 
 def gla_decay(x: Tensor) -> Tensor:
@@ -107,9 +116,13 @@ def rwkv7_decay(x: Tensor) -> Tensor:
     return torch.exp(-math.exp(-0.5) * torch.sigmoid(x))
 
 
-def unit_length(x: Tensor) -> Tensor:
-    """Return x / ||x|| along the last dimension, in float32 or wider: the epsilon is too small for float16."""
-    return F.normalize(at_least_float32(x), dim=-1)
+def unit_length(x: Tensor, epsilon: float = 0.0) -> Tensor:
+    """Return x / ||x|| along the last dimension, in float32 or wider: the epsilon is too small for float16.
+
+    epsilon: added to ||x||^2; by default the length has a lower bound.
+    """
+    x = at_least_float32(x)
+    return x * (x.square().sum(-1, keepdim=True) + epsilon).rsqrt() if epsilon else F.normalize(x, dim=-1)
 
 
 BETA = Gate("beta", doubles=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.backend import kernel_ready
 from .arguments import state_dtype
+from .rule import is_transformed
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Tensor | None = None) -> Tensor:
@@ -22,9 +23,16 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, sequenc
     A depthwise convolution, as in Gu & Dao 2023, "Mamba" (arXiv 2312.00752), before the memory.
     """
     wide = state_dtype(x.dtype)
-    given = (None if y is None else y.to(wide).contiguous() for y in (x, weight.t(), bias))
-    numbers = None if sequence is None else sequence.long().contiguous()
-    return _forward(*given, numbers).to(x.dtype)
+    given: list[Any] = [None if y is None else y.to(wide).contiguous() for y in (x, weight.t(), bias)]
+    given.append(None if sequence is None else sequence.long().contiguous())
+    compute = _definition if is_transformed() else _forward  # operators have no forward mode, and no vmap
+    out: Tensor = compute(*given).to(x.dtype)
+    return out
+
+
+def _definition(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -> Tensor:
+    parts = (part * w for part, w in zip(_parts(x, weight, sequence), weight, strict=True))
+    return sum(parts, x.new_zeros(()) if bias is None else bias)
 
 
 def _parts(x: Tensor, weight: Tensor, sequence: Tensor | None) -> list[Tensor]:
@@ -55,7 +63,7 @@ def _backward(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tens
         return torch.ops.fwp.causal_conv1d_backward(x, weight, sequence, grad_out)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        return sum((part * w for part, w in zip(_parts(x, weight, sequence), weight, strict=True)), x.new_zeros(()))
+        return _definition(x, weight, None, sequence)
 
     return torch.func.vjp(product, x, weight)[1](grad_out)
 

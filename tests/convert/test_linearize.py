@@ -18,7 +18,8 @@ from refusals import refused
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import files
 from fairseq_fwp.convert.files import Conversion
-from fairseq_fwp.convert.linearize import SCORE_SCALE, Method, fewer_features, linearize
+from fairseq_fwp.convert.linearize import SCORE_SCALE, WITHOUT_WEIGHTS, Method, fewer_features, linearize
+from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -295,6 +296,10 @@ REFUSALS = [
     (keeping("kl:1", __file__), "--kl-text must hold words of the dictionary, got"),
     (keeping("0", "none"), "--kl-text must be left out without --keep-softmax-layers kl:N"),
     (keeping("0", decoder_attention_heads=1), HEADS_LEFT_OUT),
+    *(
+        (target("gated_delta", **{name: 2}), f"{flag(name)} must be left out: the pretrained weights are for attention")
+        for name in WITHOUT_WEIGHTS
+    ),
 ]
 # fmt: on
 

@@ -11,7 +11,7 @@ from small_models import configure, make_dictionary
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
-from fairseq_fwp.models.presets import FWL_PRESETS, PRESETS, XL_PRESETS
+from fairseq_fwp.models.presets import FWL_PRESETS, MODERN_PRESETS, PRESETS, XL_PRESETS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -141,11 +141,44 @@ def test_fast_weight_layers_have_the_papers_sizes(arch, count):
     assert round((count(arch) - layer) / 1e6) == (285 if "xl" in arch else 114)
 
 
+# Layers, size, feed-forward size, heads, and sizes of a key and of a value; all with 32,000 words twice.
+MODERN_SIZES = {
+    "delta_net_lm_340m": (24, 1024, 2816, 8, 128, 128),
+    "delta_net_lm_1.3b": (24, 2048, 5632, 16, 128, 128),
+    "gated_deltanet_lm_340m": (21, 1024, 2816, 3, 256, 512),
+    "gated_deltanet_lm_1.3b": (21, 2048, 5632, 6, 256, 512),
+    "kda_lm_340m": (24, 1024, 2816, 8, 128, 128),
+    "kda_lm_1.3b": (24, 2048, 5632, 16, 128, 128),
+}
+
+
+@looped("arch", MODERN_SIZES)
+def test_modern_models_have_their_published_parts_and_no_other(arch):
+    """Yang et al. 2024, 2025 and Kimi Team 2025, as in the configurations of flash-linear-attention."""
+    with torch.device("meta"):
+        task = Namespace(target_dictionary=make_dictionary(32_000))
+        model = ARCH_MODEL_REGISTRY[arch].build_model(configure(arch), task)
+    layers, dim, ffn, heads, key, value = MODERN_SIZES[arch]
+    inner = heads * (2 * key + value)
+    attention = dim * (inner + heads) + 4 * inner + value + heads * value * dim  # with beta, convolution, norm, output
+    if "gated" in arch:
+        attention += dim * heads + 2 * heads + dim * heads * value
+    if "kda" in arch:
+        low = value * (dim + heads * key) + heads + heads * key  # the decay, A and b
+        attention += low + value * (dim + heads * value) + heads * value
+    layer = attention + 3 * dim * ffn + 2 * dim
+    found = sum(parameter.numel() for parameter in model.parameters())
+    assert found == layers * layer + dim + 2 * 32_000 * dim
+    assert found == pytest.approx(1.4e9 if "1.3b" in arch else 3.8e8, rel=0.05)  # with both tables of words
+
+
 def test_names_follow_the_grammar_and_belong_to_the_model():
     rules, maps = "|".join(UPDATE_RULES), "|".join(FEATURE_MAPS)
     for arch in PRESETS:
         assert re.fullmatch(rf"(softmax|delta_rnn|({rules})(_({maps}))?)_lm_[a-z0-9]+(_[a-z]+)?", arch)
         assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
+    of_sizes = {f"{name}_lm_tiny" for name in ("delta_net", "gated_deltanet", "kda")} | MODERN_SIZES.keys()
+    assert of_sizes == MODERN_PRESETS.keys()
     assert set(XL_PRESETS) == {*PUBLISHED_XL, "xl_lm_wt103", "xl_lm_wt103_ablation", "xl_lm_enwik8_medium"}
 
 

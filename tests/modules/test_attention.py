@@ -55,7 +55,17 @@ BASELINES = {
     ("relative", "window"): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS, 3), window=6),
     ("shaw",): lambda: RelativeAttention(DIM, HEADS, LearnedDistances(HEADS, DIM // HEADS, 3, biased=True)),
 }
-KINDS = FAST_WEIGHTS + list(BASELINES)
+# The layers of DeltaNet, Gated DeltaNet and Kimi Delta Attention, with other sizes, and a convolution of one token.
+MODERN = {
+    ("delta", "silu", "DeltaNet"): {"conv_size": 4, "rms_norm": True, "norm_read_out": True, "scale_queries": True},
+    ("gated_delta", "silu", "Gated DeltaNet"): {
+        "conv_size": 3, "key_dim": 5, "value_dim": 2, "value_heads": 6, "output_gate": "silu", "norm_read_out": True,
+    },
+    ("kda", "identity", "KDA"): {
+        "conv_size": 1, "value_heads": 6, "output_gate": "sigmoid", "output_gate_rank": 2, "decay_lower_bound": -5.0,
+    },
+}  # fmt: skip
+KINDS = FAST_WEIGHTS + list(MODERN) + list(BASELINES)
 HALF_ERROR = 0.02
 every_attention = pytest.mark.parametrize("kind", KINDS, ids="-".join)
 
@@ -64,7 +74,8 @@ def build(kind, **options):
     if kind in BASELINES:
         return BASELINES[kind]().double().eval()
     rule, feature_map, normalization = kind
-    options = {"backend": "reference", **NORMALIZATIONS[normalization], **options}
+    own = {"l2_normalization": True, "l2_normalization_epsilon": 1e-6, **MODERN[kind]} if kind in MODERN else {}
+    options = {"backend": "reference", **own, **NORMALIZATIONS.get(normalization, {}), **options}
     key_dim = options.get("key_dim", DIM // HEADS)
     return FastWeightAttention(DIM, HEADS, FEATURE_MAPS[feature_map](key_dim), rule, **options).double().eval()
 

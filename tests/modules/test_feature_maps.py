@@ -16,6 +16,7 @@ HAND_COMPUTED = {
     "elu": ({}, {}, [-1.0, 0.0, 2.0], [math.exp(-1.0), 1.0, 3.0]),
     "identity": ({}, {}, [-1.0, 0.0, 2.0], [-1.0, 0.0, 2.0]),
     "tanh": ({}, {}, [-1.0, 0.0, 2.0], [-math.tanh(1.0), 0.0, math.tanh(2.0)]),
+    "silu": ({}, {}, [-1.0, 0.0, 2.0], [-1 / (1 + math.e), 0.0, 2 / (1 + math.exp(-2.0))]),
     # [x; -x] rectified is (1, 0, 3, 0, 2, 0); each element times its neighbour one, then two places before it
     "dpfp": ({"nu": 2}, {}, [1.0, -2.0, 3.0], [0, 0, 0, 0, 0, 0, 2, 0, 3, 0, 6, 0]),
     # |x|^2 / 2 = 1, R x = (3, 1), 2 m = 4
@@ -32,7 +33,7 @@ HAND_COMPUTED = {
         [0.25, 0.0, 1.0],
     ),
 }
-FEATURE_DIM = {"elu": 6, "favor": 6, "dpfp": 12, "relu": 6, "identity": 6, "tanh": 6}
+FEATURE_DIM = {"elu": 6, "favor": 6, "dpfp": 12, "relu": 6, "identity": 6, "tanh": 6, "silu": 6}
 # The rounding of float32 in the steps between x and phi(x). The exponent of FAVOR+ is a sum of terms up to |x|^2 / 2 =
 # 432. A feature below the smallest normal number has less relative accuracy. The terms of the learned map's sum add up
 # to 6 x 12 / sqrt(6) + 1 at most.

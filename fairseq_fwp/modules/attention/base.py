@@ -50,11 +50,13 @@ def check_heads(embed_dim: int, num_heads: int) -> None:
     check(divides, f"`embed_dim` must be divisible by `num_heads`, got {embed_dim} and {num_heads}")
 
 
-def size_of_keys(embed_dim: int, num_heads: int, key_dim: int | None) -> int:
-    """Return the size of a head's keys: key_dim, None = D / H. Raises ValueError for invalid sizes."""
-    check_heads(embed_dim, num_heads)
-    size = embed_dim // num_heads if key_dim is None else key_dim
-    check(size >= 1, f"`key_dim` must be at least 1, got {size}")
+def head_size(embed_dim: int, num_heads: int, size: int | None, name: str = "key_dim") -> int:
+    """Return the size of a head's keys, or of its values: `size`, None = D / H. Raises ValueError for invalid sizes."""
+    if size is None:
+        check_heads(embed_dim, num_heads)
+        return embed_dim // num_heads
+    check(num_heads >= 1, f"`num_heads` must be at least 1, got {num_heads}")
+    check(size >= 1, f"`{name}` must be at least 1, got {size}")
     return size
 
 

@@ -1,32 +1,42 @@
 """Causal self-attention whose memory is a matrix of constant size per head, written and read at every token.
 
-Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv = d. N is the number of keys
-and values a token: 1, except for rules with several steps.
+Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv size of a value, by default d.
+N is the number of keys and values a token: 1, except for rules with several steps.
 """
 
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.attention.base import Attention, scores_are_cheaper, size_of_keys
+from fairseq_fwp.modules.attention.base import Attention, head_size, scores_are_cheaper
+from fairseq_fwp.modules.attention.convolution import ShortConvolution
 from fairseq_fwp.modules.attention.normalization import (
     AttentionNormalization,
     SumNormalization,
     fit_normalizations,
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32, check
-from fairseq_fwp.modules.update_rules import Gate, find_rule, unit_length
+from fairseq_fwp.modules.layers import at_least_float32, check, layer_norm, look_up
+from fairseq_fwp.modules.update_rules import Gate, MambaDecay, find_rule, unit_length
+
+OUTPUT_GATES = {"none": None, "silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 class FastWeightState(NamedTuple):
-    """The state of a layer: weights (B, H, Dk, Dv) and, with attention normalisation, normalizer (B, H, Dk)."""
+    """The state of a layer: weights (B, H, Dk, Dv), and what some layers have.
+
+    normalizer: (B, H, Dk), with attention normalisation;
+    recent: (B, W - 1, C), the inputs of the last tokens of a short convolution.
+    """
 
     weights: Tensor
     normalizer: Tensor | None = None
+    recent: Tensor | None = None
 
 
 class FastWeightAttention(Attention):
@@ -37,17 +47,27 @@ class FastWeightAttention(Attention):
 
     embed_dim: D; num_heads: H; feature_map: a map built for key_dim; update_rule: a key of `UPDATE_RULES`;
     key_dim: size of a head's key before the map, None = D / H (the m of Mao 2022 is smaller);
+    value_dim: Dv, None = D / H;
+    value_heads: memories, a multiple of H, None = H: each q and k serves so many in a row, with their own v and gates;
+    conv_size: tokens W that a convolution of q, k and v sees before the map, v through SiLU after it; 0 = none;
     sum_normalization: of mapped q and k;
     l2_normalization: divide mapped q and k by their lengths (Yang et al. 2024, arXiv 2406.06484, Sec. 3.3);
+    l2_normalization_epsilon: added to the squares of these lengths, as in public code;
+    scale_queries: mapped q times 1 / sqrt(Dk), as in softmax attention;
     attention_normalization: of the output, and of values that the rule retrieves;
-    scale_read_out: times 1 / sqrt(D / H), as in the paper's public CUDA layers, not in its equations;
+    scale_read_out: times 1 / sqrt(Dv), as in the paper's public CUDA layers, not in its equations;
     norm_read_out: layer normalisation of each head's output, as in the public code of the rule fwm;
+    rms_norm, norm_epsilon: RMS normalisation there instead of layer normalisation, and its epsilon;
+    output_gate: a key of `OUTPUT_GATES`, the function of a projection of x by which the output is then multiplied;
+    output_gate_rank: of that projection, whose second factor has a bias; None = full rank, without bias;
     bias: of q, k, v and the output, and of gates to which the rule gives none, from zero;
     negative_eigenvalues: rates of delta's family up to 2 instead of 1 (Grazzi et al. 2025, arXiv 2411.12537);
+    decay_lower_bound: see `MambaDecay`;
     backend: of the operators.
 
-    Raises ValueError for an unknown rule, a head count that does not divide embed_dim and a key_dim below 1. So it does
-    if the map or the rule cannot have a normalisation or negative_eigenvalues.
+    Convolution, gate and scale are those of DeltaNet, Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention.
+    Raises ValueError for an unknown rule, a head count that does not divide embed_dim and sizes below 1. So it does
+    if the map or the rule cannot have a normalisation, negative_eigenvalues or decay_lower_bound.
     Raises TypeError for a feature_map that is not a FeatureMap.
     """
 
@@ -61,17 +81,31 @@ class FastWeightAttention(Attention):
         update_rule: str,
         *,
         key_dim: int | None = None,
+        value_dim: int | None = None,
+        value_heads: int | None = None,
+        conv_size: int = 0,
         sum_normalization: SumNormalization | None = None,
         l2_normalization: bool = False,
+        l2_normalization_epsilon: float = 0.0,
+        scale_queries: bool = False,
         attention_normalization: AttentionNormalization | None = None,
         scale_read_out: bool = False,
         norm_read_out: bool = False,
+        rms_norm: bool = False,
+        norm_epsilon: float = 1e-5,
+        output_gate: str = "none",
+        output_gate_rank: int | None = None,
         bias: bool = False,
         negative_eigenvalues: bool = False,
+        decay_lower_bound: float | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        key_dim = size_of_keys(embed_dim, num_heads, key_dim)
+        key_dim = head_size(embed_dim, num_heads, key_dim)
+        value_dim = head_size(embed_dim, num_heads, value_dim, "value_dim")
+        value_heads = num_heads if value_heads is None else value_heads
+        multiple = value_heads >= num_heads and value_heads % num_heads == 0
+        check(multiple, f"`value_heads` must be a multiple of `num_heads` = {num_heads}, got {value_heads}")
         self.rule = rule = find_rule(update_rule)
         check(
             not negative_eigenvalues or any(gate.doubles for gate in rule.gates),
@@ -82,14 +116,15 @@ class FastWeightAttention(Attention):
             example = f"FEATURE_MAPS['elu']({key_dim})"
             raise TypeError(f"`feature_map` must be a FeatureMap such as {example}, got {type(feature_map).__name__}")
         self.num_heads = num_heads
-        self.head_dim = embed_dim // num_heads
+        self.value_heads = value_heads
+        self.head_dim = value_dim
         self.key_dim = key_dim
         self.negative_eigenvalues = negative_eigenvalues
         self.feature_map = feature_map
-        dims = (feature_map.feature_dim, self.head_dim)
-        gate_sizes = {gate.name: num_heads * (gate.size(*dims) if gate.size else 1) for gate in rule.gates}
+        dims, values = (feature_map.feature_dim, value_dim), value_heads * value_dim
+        gate_sizes = {gate.name: value_heads * (gate.size(*dims) if gate.size else 1) for gate in rule.gates}
         ranks = {gate.name: gate.rank(*dims) for gate in rule.gates if gate.rank}
-        self.sizes = [(1 + rule.steps) * num_heads * key_dim, rule.steps * embed_dim, *(gate_sizes | ranks).values()]
+        self.sizes = [(1 + rule.steps) * num_heads * key_dim, rule.steps * values, *(gate_sizes | ranks).values()]
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=False)
         self.bias = nn.Parameter(torch.zeros(sum(self.sizes[:2]))) if bias else None
         self.gate_biases = nn.ParameterDict(
@@ -98,9 +133,14 @@ class FastWeightAttention(Attention):
         self.gate_expansions = nn.ModuleDict(
             {name: nn.Linear(rank, gate_sizes[name], bias=False) for name, rank in ranks.items()}
         )
-        learned = {gate.name: gate.learned for gate in rule.gates if gate.learned}
+        learned: dict[str, Any] = {gate.name: gate.learned for gate in rule.gates if gate.learned}
+        if decay_lower_bound is not None:
+            fits = MambaDecay in learned.values()
+            check(fits, f"`decay_lower_bound` must be left out for the update rule {update_rule}, got one")
+            bounded = partial(MambaDecay, lower_bound=decay_lower_bound)
+            learned = {name: bounded if kind is MambaDecay else kind for name, kind in learned.items()}
         self.gate_activations = nn.ModuleDict(
-            {name: activation(num_heads, gate_sizes[name] // num_heads) for name, activation in learned.items()}
+            {name: activation(value_heads, gate_sizes[name] // value_heads) for name, activation in learned.items()}
         )
         if attention_normalization:
             attention_normalization.check_rule(update_rule, rule)
@@ -108,8 +148,11 @@ class FastWeightAttention(Attention):
             feature_map, sum_normalization, attention_normalization
         )
         self.key_normalizations: list[Any] = [self.sum_normalization] if self.sum_normalization else []
+        positive = l2_normalization_epsilon >= 0
+        check(positive, f"`l2_normalization_epsilon` must be at least 0, got {l2_normalization_epsilon}")
         if l2_normalization:
-            self.key_normalizations.append(unit_length)
+            self.key_normalizations.append(partial(unit_length, epsilon=l2_normalization_epsilon))
+        self.query_scale = feature_map.feature_dim**-0.5 if scale_queries else 1.0
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
         self.backend = backend
         self.has_scores = rule.operator is ops.sum_rule
@@ -117,8 +160,16 @@ class FastWeightAttention(Attention):
         self.packs_documents = "first" in signature(self.rule.operator).parameters
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         self.overflows = attention_normalization is not None or sum_normalization is None
-        self.read_out_norm = nn.LayerNorm(self.head_dim) if norm_read_out else None
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.read_out_norm = layer_norm(self.head_dim, rms_norm, norm_epsilon) if norm_read_out else None
+        self.out_proj = nn.Linear(values, embed_dim, bias=bias)
+        self.convolution = ShortConvolution(sum(self.sizes[:2]), conv_size) if conv_size else None
+        self.gate_function = look_up("`output_gate`", output_gate, OUTPUT_GATES)
+        rank = output_gate_rank
+        check(rank is None or rank >= 1, f"`output_gate_rank` must be at least 1, got {rank}")
+        self.output_gate: nn.Module | None = None
+        if self.gate_function is not None:
+            low = None if rank is None else (nn.Linear(embed_dim, rank, bias=False), nn.Linear(rank, values))
+            self.output_gate = nn.Linear(embed_dim, values, bias=False) if low is None else nn.Sequential(*low)
         self.initialize()
 
     def forward(
@@ -136,6 +187,10 @@ class FastWeightAttention(Attention):
         first (B, L): True at tokens that begin a document, where the memory is empty; None = nowhere.
         """
         queries_keys, v, gates = self.project(x)  # project
+        recent = None
+        if self.convolution is not None:
+            before = None if state is None else state.recent
+            queries_keys, v, recent = self.convolve(queries_keys, v, before, key_padding_mask, first)
         if self.overflows and v.dtype == torch.float16:
             v = at_least_float32(v)
         features = self.feature_map(queries_keys)  # map
@@ -147,7 +202,12 @@ class FastWeightAttention(Attention):
             out = self.read_out_norm(out.to(x.dtype))
         if self.scale != 1:
             out = out * self.scale
-        return self.out_proj(self.merge_heads(out).to(x.dtype)), state  # project
+        out = self.merge_heads(out).to(x.dtype)
+        if self.output_gate is not None and self.gate_function is not None:
+            out = out * self.gate_function(self.output_gate(x))  # gate
+        if state is not None and recent is not None:
+            state = state._replace(recent=recent)
+        return self.out_proj(out), state  # project
 
     def read(
         self,
@@ -162,7 +222,7 @@ class FastWeightAttention(Attention):
         """Return the normalised output of the rule (B, H, L, Dv), and the state after the last token."""
         if self.has_scores and state is None and first is None and self.backend == "auto" and suit_scores(q, v):
             return self._read_scores(q, k, v, keep_state)
-        weights, z = (None, None) if state is None else state
+        weights, z = (None, None) if state is None else state[:2]
         options = {"backend": self.backend} if first is None else {"backend": self.backend, "first": first}
         divisor = None
         if self.attention_normalization:
@@ -194,8 +254,9 @@ class FastWeightAttention(Attention):
                     bias.copy_(gate.bias(bias.numel()))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, d) and gates (B, L, H, size) of x (B, L, D).
+        """Return q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, Dv) and gates (B, L, H, size) of x (B, L, D).
 
+        Here and below v and gates have value_heads heads.
         Raises ValueError for an x of other dimensions.
         """
         if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
@@ -204,11 +265,29 @@ class FastWeightAttention(Attention):
         if self.bias is not None:
             of_queries_keys, of_values = self.bias.split(self.sizes[:2])
             queries_keys, values = queries_keys + of_queries_keys, values + of_values
+        opened = [self._open(gate, projected) for gate, projected in zip(self.rule.gates, gates, strict=True)]
+        return *self._split_heads(queries_keys, values), opened
+
+    def _split_heads(self, queries_keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return (
             queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim)),
-            values.unflatten(-1, (-1, self.num_heads, self.head_dim)),
-            [self._open(gate, projected) for gate, projected in zip(self.rule.gates, gates, strict=True)],
+            values.unflatten(-1, (-1, self.value_heads, self.head_dim)),
         )
+
+    def convolve(
+        self,
+        queries_keys: Tensor,
+        v: Tensor,
+        recent: Tensor | None,
+        key_padding_mask: Tensor | None,
+        first: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries_keys and v after the convolution, v also after SiLU, and the inputs of the last tokens."""
+        assert self.convolution is not None
+        joined = torch.cat([queries_keys.flatten(2), v.flatten(2)], -1)
+        mixed, recent = self.convolution(joined, recent, key_padding_mask, first)
+        queries_keys, v = mixed.split(self.sizes[:2], -1)
+        return *self._split_heads(queries_keys, F.silu(v)), recent
 
     def _open(self, gate: Gate, projected: Tensor) -> Tensor:
         """Return the gate (B, L, H, size) from its projection (B, L, H size, or its rank)."""
@@ -217,7 +296,7 @@ class FastWeightAttention(Attention):
         if gate.name in self.gate_biases:
             projected = projected + self.gate_biases[gate.name]
         activation = self.gate_activations[gate.name] if gate.learned else gate.activation
-        opened: Tensor = activation(at_least_float32(projected).unflatten(-1, (self.num_heads, -1)))
+        opened: Tensor = activation(at_least_float32(projected).unflatten(-1, (self.value_heads, -1)))
         return 2 * opened if gate.doubles and self.negative_eigenvalues else opened
 
     def arrange(
@@ -239,7 +318,12 @@ class FastWeightAttention(Attention):
 
         steps = self.rule.steps
         v = v.permute(0, 3, 1, 2, 4)
-        q, k = features.to(v.dtype).permute(0, 3, 1, 2, 4).split((1, steps), 3)
+        features = features.to(v.dtype).permute(0, 3, 1, 2, 4)
+        if self.value_heads != self.num_heads:
+            features = features.repeat_interleave(self.value_heads // self.num_heads, 1)
+        q, k = features.split((1, steps), 3)
+        if self.query_scale != 1:
+            q = q * self.query_scale
         if key_padding_mask is not None:
             k = k.masked_fill(key_padding_mask[:, None, :, None, None], 0)
         gates = [arrange_gate(gate, opened) for gate, opened in zip(self.rule.gates, gates, strict=True)]
@@ -247,7 +331,8 @@ class FastWeightAttention(Attention):
 
     def state_size(self, length: int, carried: bool = False) -> int:
         # Without z, as in Schlag et al. 2021, App. F.
-        return self.num_heads * self.feature_map.feature_dim * self.head_dim
+        recent = 0 if self.convolution is None else self.convolution.weight[:, 1:].numel()
+        return self.value_heads * self.feature_map.feature_dim * self.head_dim + recent
 
     def extra_repr(self) -> str:
         normalizations = [*self.key_normalizations, self.attention_normalization]
