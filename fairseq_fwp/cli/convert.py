@@ -4,6 +4,8 @@
     fwp-convert --source fairseq-lm adaptive_lm_wiki103.v2/model.pt --out converted
     fwp-convert --source gpt2 FOLDER --out recurrent --decoder-update-rule decay --state-size 32
     fwp-convert --source fairseq-mt transformer.pt --vocabulary DATA --out linear --encoder-feature-map elu ...
+    fwp-convert --source fla FOLDER --out converted
+    fwp-convert --source fwp-lm checkpoints/checkpoint_best.pt --vocabulary converted/dict.txt --to fla --out FOLDER
 
 CHECKPOINT and FILE depend on the source:
 
@@ -14,11 +16,13 @@ CHECKPOINT and FILE depend on the source:
     fairseq-lm  a checkpoint of fairseq's transformer_lm; FILE: its dict.txt, if it is not next to it
     fwp-lm      a checkpoint of this plugin; FILE: as for fairseq-lm
     gpt2        a folder with config.json and model.safetensors
+    fla         the same of flash-linear-attention's DeltaNet, Gated DeltaNet or Kimi Delta Attention
     fairseq-mt  a translation model of fairseq's transformer, or of this plugin with softmax; FILE: the folder with
                 both dict.LANGUAGE.txt
 
 --out is a folder for checkpoint.pt, dict.txt (for fairseq-preprocess --srcdict) and flags.txt. The latter has the
-flags that fairseq-train --restore-file or --finetune-from-model needs.
+flags that fairseq-train --restore-file or --finetune-from-model needs. With --to fla it gets config.json and
+model.safetensors instead, which flash-linear-attention and transformers read.
 
 With --decoder-update-rule another attention replaces softmax, initialised as in Mao 2022; in translation each of the
 three attentions that is named. It needs fine-tuning, or distillation from the old one (fwp_distillation). Its flags are
@@ -38,13 +42,14 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import make_parser, start_logging
 from fairseq_fwp.cli.loading import import_plugin
-from fairseq_fwp.convert import SOURCES
-from fairseq_fwp.convert.files import CHECKPOINT, FLAGS, Options, check, dictionaries, write
+from fairseq_fwp.convert import SOURCES, TARGETS
+from fairseq_fwp.convert.files import CHECKPOINT, FLAGS, Options, check, dictionaries
+from fairseq_fwp.convert.folder import CONFIG, WEIGHTS
 from fairseq_fwp.convert.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
 
 OPTIONS = {name: option for source in SOURCES.values() for name, option in source.options.items()}
 # The arguments that are neither such options of a training script nor of the new attention.
-OWN = ("checkpoint", "source", "vocabulary", "out", "user_dir")
+OWN = ("checkpoint", "source", "to", "vocabulary", "out", "user_dir")
 
 
 def parser(source: str = "fwp-lm") -> argparse.ArgumentParser:
@@ -54,6 +59,7 @@ def parser(source: str = "fwp-lm") -> argparse.ArgumentParser:
     add("--user-dir", metavar="DIR", help="a plug-in that adds rules and maps")
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="state dict, checkpoint or folder to convert")
     add("--source", required=True, choices=list(SOURCES), help="the code that wrote the checkpoint")
+    add("--to", default="fairseq", choices=list(TARGETS), help="the code that reads the results (default: fairseq)")
     words = "a vocabulary of one word a line, a dict.txt, or a folder of dictionaries"
     add("--vocabulary", type=Path, metavar="FILE", help=words)
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the results")
@@ -114,11 +120,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if attention is not None:
             check(conversion)
             conversion = linearize(conversion, *attention)
-        write(conversion, args.out)
+        TARGETS[args.to](conversion, args.out)
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-convert: {' '.join(str(error).split())}")
-    files = ", ".join([str(args.out / CHECKPOINT), *dictionaries(conversion)])
-    print(f"wrote {files} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
+    if args.to == "fairseq":
+        files = ", ".join([str(args.out / CHECKPOINT), *dictionaries(conversion)])
+        print(f"wrote {files} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
+    else:
+        print(f"wrote {args.out / CONFIG} and {WEIGHTS}; the tokenizer's files are those of the source")
     for note in conversion.notes:
         print(f"note: {note}")
 

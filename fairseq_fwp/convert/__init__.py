@@ -1,9 +1,14 @@
-"""Checkpoints from elsewhere as fairseq's: one line of `SOURCES` each. See cli/convert.py.
+"""Checkpoints from elsewhere as fairseq's: one line of `SOURCES` each, and of `TARGETS` for the way back.
+
+See cli/convert.py.
 
 linearize.py replaces softmax attention by another attention.
 """
 
-from fairseq_fwp.convert import fairseq, gpt2, schlag, transformer_xl
+from collections.abc import Callable
+from pathlib import Path
+
+from fairseq_fwp.convert import fairseq, files, fla, gpt2, schlag, transformer_xl
 
 SOURCES = {
     "schlag-lm": schlag.SOURCE,
@@ -11,7 +16,10 @@ SOURCES = {
     "fairseq-lm": fairseq.LM,
     "fairseq-mt": fairseq.TRANSLATION,
     "gpt2": gpt2.SOURCE,
+    "fla": fla.SOURCE,
     "fwp-lm": fairseq.FWP_LM,
 }
 
-__all__ = ["SOURCES"]
+TARGETS: dict[str, Callable[[files.Conversion, Path], None]] = {"fairseq": files.write, "fla": fla.write}
+
+__all__ = ["SOURCES", "TARGETS"]

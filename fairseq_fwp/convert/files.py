@@ -5,7 +5,8 @@ import pickle
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from itertools import count, takewhile
 from pathlib import Path
@@ -250,9 +251,7 @@ def write(conversion: Conversion, out: Path) -> None:
     The checkpoint is what fairseq would save before the first update. Raises ValueError if the folder exists and is not
     empty, or if the weights do not fit the model of the flags.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        found = "holds files" if out.is_dir() else "is a file"
-        raise ValueError(f"--out must be a new or empty folder, got {out}, which {found}")
+    check_new(out)
     flags, task = command_line(conversion), make_task(conversion)
     cfg = configure(flags, out)
     known = {KEY: fingerprints(task)}
@@ -266,16 +265,31 @@ def write(conversion: Conversion, out: Path) -> None:
         "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, **known},
         "last_optimizer_state": None,
     }
-    unfinished = out.with_name(f".{out.name}-{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
+    with new_folder(out) as unfinished:
         torch.save(saved, unfinished / CHECKPOINT)
         for name, dictionary in dictionaries(conversion).items():
             dictionary.save(str(unfinished / name))
         (unfinished / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Give a folder that becomes `out` when the block ends without an error. Raises ValueError if `out` holds files."""
+    check_new(out)
+    unfinished = out.with_name(f".{out.name}-{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
         os.replace(unfinished, out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def check_new(out: Path) -> None:
+    """Raise ValueError unless the folder is new or empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        found = "holds files" if out.is_dir() else "is a file"
+        raise ValueError(f"--out must be a new or empty folder, got {out}, which {found}")
 
 
 def command_line(conversion: Conversion) -> list[str]:

@@ -4,21 +4,21 @@ The folder has config.json and model.safetensors, or the files that model.safete
 dictionary are the numbers of tokens, as fairseq's `--bpe gpt2` writes them, and `</s>` is <|endoftext|>.
 """
 
-import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
+from fairseq_fwp.convert import folder
 from fairseq_fwp.convert.files import Conversion, Options, Source, Tensors, arrange
+from fairseq_fwp.convert.folder import CONFIG
 from fairseq_fwp.modules.attention import SOFTMAX
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+NAME = "GPT-2"
 
 # Defaults of settings that config.json may leave out.
 DEFAULTS = {
@@ -68,60 +68,8 @@ MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
-    if not path.is_dir():
-        found = "a file" if path.exists() else "nothing"
-        raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of GPT-2, got {found}")
-    config, files = read_config(path), {WEIGHTS}
-    if (path / INDEX).exists():
-        names = read_json(path / INDEX).get("weight_map")
-        files = {*names.values()} if isinstance(names, dict) else set()
-        if not files or not all(isinstance(file, str) for file in files):
-            raise ValueError(f"{path / INDEX} must have a weight_map, which names a file for every weight")
-    elif not (path / WEIGHTS).exists():
-        raise ValueError(f"{path} must hold {WEIGHTS} or {INDEX}: save weights of another format as safetensors first")
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(files):
-        try:
-            tensors |= load_file(path / file)
-        except OSError as error:
-            raise ValueError(f"the weights {path / file} cannot be read: {error.strerror or error}") from error
-        except SafetensorError as error:
-            whole = "a complete safetensors file, got a truncated or different file"
-            raise ValueError(f"{path / file} must be {whole}") from error
-    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, config
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the settings in config.json and their defaults. Raises ValueError if sizes are missing or disagree."""
-    config = {**DEFAULTS, **read_json(path / CONFIG)}
-    if missing := [name for name in SIZES if not isinstance(config.get(name), int)]:
-        raise ValueError(f"{path / CONFIG} must be the configuration of a GPT-2, got one without {', '.join(missing)}")
-    eos, words = config["eos_token_id"], config["vocab_size"]
-    if eos is not None and not (isinstance(eos, int) and 0 <= eos < words):
-        raise ValueError(f"eos_token_id in {path / CONFIG} must be in [0, {words}), the vocabulary, got {eos!r}")
-    return config
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises ValueError for any other file."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return found
-
-
-def numbers_of_tokens(path: Path, given: Path | None) -> list[str]:
-    """The words of the dictionary: the numbers of the tokens, in their order, and </s> for the end of a text."""
-    if given is not None:
-        raise ValueError("--vocabulary must be left out with gpt2: its words are numbers of tokens, as of --bpe gpt2")
-    config = read_config(path)
-    words = [str(number) for number in range(config["vocab_size"])]
-    if config["eos_token_id"] is not None:
-        words[config["eos_token_id"]] = "</s>"
-    return words
+    tensors, config = folder.read(path, NAME, SIZES)
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, {**DEFAULTS, **config}
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
@@ -170,4 +118,4 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     return Conversion("fwp_lm", flags, weights, vocabulary.words, [note] if embedding != blocks else [])
 
 
-SOURCE = Source({}, read, convert, numbers_of_tokens)
+SOURCE = Source({}, read, convert, partial(folder.numbers_of_tokens, NAME, SIZES, DEFAULTS))

@@ -223,7 +223,7 @@ def test_files_that_are_not_there_or_not_whole(folder):
 
     refuse(r"config\.json cannot be read")
     folder.save(make_tensors())
-    refuse("--vocabulary must be left out with gpt2", "--vocabulary", "x")
+    refuse("--vocabulary must be left out with GPT-2", "--vocabulary", "x")
     for content in ("{}", '{"weight_map": {"a": 1}}', "[]"):
         index.write_text(content)
         refuse("must hold a JSON object" if content == "[]" else "must have a weight_map")

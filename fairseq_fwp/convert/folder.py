@@ -1,0 +1,81 @@
+"""Folders of Hugging Face's transformers: config.json, and weights as safetensors.
+
+The weights are in model.safetensors, or in the files that model.safetensors.index.json names. Words of our dictionary
+are the numbers of tokens, as fairseq's `--bpe gpt2` writes them, and `</s>` is the end of a text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights and config.json of a model. Raises ValueError where either is missing or damaged.
+
+    name: of the model, for errors; sizes: settings that it must have.
+    """
+    if not path.is_dir():
+        found = "a file" if path.exists() else "nothing"
+        raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of {name}, got {found}")
+    config, files = read_config(path, name, sizes), {WEIGHTS}
+    if (path / INDEX).exists():
+        names = read_json(path / INDEX).get("weight_map")
+        files = {*names.values()} if isinstance(names, dict) else set()
+        if not files or not all(isinstance(file, str) for file in files):
+            raise ValueError(f"{path / INDEX} must have a weight_map, which names a file for every weight")
+    elif not (path / WEIGHTS).exists():
+        raise ValueError(f"{path} must hold {WEIGHTS} or {INDEX}: save weights of another format as safetensors first")
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(files):
+        try:
+            tensors |= load_file(path / file)
+        except OSError as error:
+            raise ValueError(f"the weights {path / file} cannot be read: {error.strerror or error}") from error
+        except SafetensorError as error:
+            whole = "a complete safetensors file, got a truncated or different file"
+            raise ValueError(f"{path / file} must be {whole}") from error
+    return tensors, config
+
+
+def read_config(
+    path: Path, name: str, sizes: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the settings in config.json, and defaults. Raises ValueError if sizes are missing or disagree."""
+    config = {**(defaults or {}), **read_json(path / CONFIG)}
+    if missing := [size for size in sizes if not isinstance(config.get(size), int)]:
+        raise ValueError(f"{path / CONFIG} must be the configuration of a {name}, got one without {', '.join(missing)}")
+    eos, words = config.get("eos_token_id"), config["vocab_size"]
+    if eos is not None and not (isinstance(eos, int) and 0 <= eos < words):
+        raise ValueError(f"eos_token_id in {path / CONFIG} must be in [0, {words}), the vocabulary, got {eos!r}")
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises ValueError for any other file."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return found
+
+
+def numbers_of_tokens(
+    name: str, sizes: Sequence[str], defaults: Mapping[str, Any], path: Path, given: Path | None
+) -> list[str]:
+    """The words of the dictionary: the numbers of the tokens, in their order, and </s> for the end of a text."""
+    if given is not None:
+        raise ValueError(f"--vocabulary must be left out with {name}: its words are numbers of tokens")
+    config = read_config(path, name, sizes, defaults)
+    words = [str(number) for number in range(config["vocab_size"])]
+    if config["eos_token_id"] is not None:
+        words[config["eos_token_id"]] = "</s>"
+    return words

@@ -1,0 +1,294 @@
+"""flash-linear-attention's models: the logits of the papers' equations, both directions, and refusals by name."""
+
+import json
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pairwise import looped
+from refusals import refused
+from safetensors.torch import save_file
+from small_models import by_steps
+
+from fairseq_fwp.cli.convert import main
+from fairseq_fwp.convert import fla
+from fairseq_fwp.convert.files import Options
+from fairseq_fwp.patches.messages import silence_known_warnings
+from tests.convert.conftest import load
+
+WORDS, DIM, LAYERS, LENGTH = 30, 16, 2, 11
+SHARED = {
+    "hidden_size": DIM, "num_hidden_layers": LAYERS, "vocab_size": WORDS, "eos_token_id": 2, "bos_token_id": 1,
+    "max_position_embeddings": 64, "norm_eps": 1e-3, "hidden_act": "swish", "intermediate_size": 24, "attn": None,
+}  # fmt: skip
+# Settings, and sizes that follow from them: heads, heads of values, sizes of a key and of a value.
+CASES = {
+    "delta_net": ({"model_type": "delta_net", "num_heads": 4}, (4, 4, 4, 4)),
+    "delta_net, other options": (
+        {"model_type": "delta_net", "num_heads": 2, "expand_k": 0.5, "expand_v": 2.0, "use_gate": True,
+         "allow_neg_eigval": True, "tie_word_embeddings": True, "conv_size": 2, "intermediate_size": None},
+        (2, 2, 4, 16),
+    ),
+    "gated_deltanet": ({"model_type": "gated_deltanet", "num_heads": 3, "head_dim": 6}, (3, 3, 6, 12)),
+    "gated_deltanet, other options": (
+        {"model_type": "gated_deltanet", "num_heads": 3, "head_dim": 6, "num_v_heads": 6, "expand_v": 0.5,
+         "use_gate": False, "allow_neg_eigval": True, "eos_token_id": None},
+        (3, 6, 6, 3),
+    ),
+    "kda": ({"model_type": "kda", "num_heads": 2, "head_dim": 5, "eos_token_id": 29}, (2, 2, 5, 5)),
+    "kda, other options": (
+        {"model_type": "kda", "num_heads": 2, "head_dim": 4, "num_v_heads": 4, "expand_v": 1.5, "safe_gate": True,
+         "lower_bound": -5.0, "tie_word_embeddings": True},
+        (2, 4, 4, 6),
+    ),
+}  # fmt: skip
+every_model = pytest.mark.parametrize("case", CASES)
+
+
+def make(case):
+    """Return config.json and random tensors of a model."""
+    own, (heads, value_heads, key, value) = CASES[case]
+    config = {**SHARED, **own}
+    kind, keys, values = config["model_type"], heads * key, value_heads * value
+    gated = kind != "kda" and config.get("use_gate", kind == "gated_deltanet")
+    ffn, conv = config["intermediate_size"] or 256, config.get("conv_size", 4)
+    layer = {
+        "attn_norm.weight": (DIM,), "mlp_norm.weight": (DIM,), "attn.o_norm.weight": (value,),
+        "attn.q_proj.weight": (keys, DIM), "attn.k_proj.weight": (keys, DIM), "attn.v_proj.weight": (values, DIM),
+        "attn.q_conv1d.weight": (keys, 1, conv), "attn.k_conv1d.weight": (keys, 1, conv),
+        "attn.v_conv1d.weight": (values, 1, conv), "attn.b_proj.weight": (value_heads, DIM),
+        "attn.o_proj.weight": (DIM, values), "mlp.gate_proj.weight": (ffn, DIM), "mlp.up_proj.weight": (ffn, DIM),
+        "mlp.down_proj.weight": (DIM, ffn),
+        **({"attn.g_proj.weight": (values, DIM)} if gated else {}),
+        **({"attn.a_proj.weight": (value_heads, DIM)} if kind == "gated_deltanet" else {}),
+    }  # fmt: skip
+    if kind == "kda":
+        layer |= {
+            "attn.f_proj.0.weight": (value, DIM), "attn.f_proj.1.weight": (value_heads * key, value),
+            "attn.g_proj.0.weight": (value, DIM), "attn.g_proj.1.weight": (values, value),
+            "attn.g_proj.1.bias": (values,),
+        }  # fmt: skip
+    if kind != "delta_net":
+        layer |= {"attn.A_log": (value_heads,), "attn.dt_bias": (value_heads * (key if kind == "kda" else 1),)}
+    shapes = {"model.embeddings.weight": (WORDS, DIM), "model.norm.weight": (DIM,)}
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (WORDS, DIM)
+    for index in range(LAYERS):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return config, {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
+
+
+def equations(case, config, tensors, tokens):
+    """Return the logits of tokens (B, L), token by token, from the equations of the papers, with the names of fla."""
+    heads, value_heads, key, value = CASES[case][1]
+    kind, epsilon = config["model_type"], config["norm_eps"]
+
+    def normal(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
+
+    def attend(x, name):
+        def linear(y, projection):
+            return y @ tensors[f"{name}.{projection}.weight"].T
+
+        def mixed(letter, size):
+            y, weight = linear(x, f"{letter}_proj"), tensors[f"{name}.{letter}_conv1d.weight"][:, 0]
+            padded = F.pad(y, (0, 0, weight.shape[1] - 1, 0))
+            y = sum(padded[:, w : w + y.shape[1]] * weight[:, w] for w in range(weight.shape[1]))
+            return (y * y.sigmoid()).unflatten(-1, (-1, size))
+
+        q, k, v = mixed("q", key), mixed("k", key), mixed("v", value)
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+        shared = torch.arange(value_heads) // (value_heads // heads)
+        q, k = q[:, :, shared] / key**0.5, k[:, :, shared]
+        beta = linear(x, "b_proj").sigmoid() * (2 if config.get("allow_neg_eigval") else 1)
+        log = torch.zeros(*x.shape[:2], value_heads, 1, dtype=x.dtype)
+        if kind != "delta_net":
+            at = linear(x, "a_proj") if kind == "gated_deltanet" else linear(linear(x, "f_proj.0"), "f_proj.1")
+            at = (at + tensors[f"{name}.dt_bias"]).unflatten(-1, (value_heads, -1))
+            rate = tensors[f"{name}.A_log"].exp().unsqueeze(-1)
+            bound = config.get("lower_bound")
+            log = -rate * (1 + at.exp()).log() if bound is None else bound / (1 + (-rate * at).exp())
+        memory = torch.zeros(x.shape[0], value_heads, key, value, dtype=x.dtype)
+        outs = []
+        for t in range(x.shape[1]):
+            memory = log[:, t].exp().unsqueeze(-1) * memory
+            old = torch.einsum("bhk,bhkv->bhv", k[:, t], memory)
+            memory = memory + torch.einsum("bhk,bhv,bh->bhkv", k[:, t], v[:, t] - old, beta[:, t])
+            outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], memory))
+        out = normal(torch.stack(outs, 1), tensors[f"{name}.o_norm.weight"]).flatten(2)
+        if kind == "kda":
+            gate = linear(linear(x, "g_proj.0"), "g_proj.1") + tensors[f"{name}.g_proj.1.bias"]
+            out = out / (1 + (-gate).exp())
+        elif f"{name}.g_proj.weight" in tensors:
+            gate = linear(x, "g_proj")
+            out = out * gate / (1 + (-gate).exp())
+        return linear(out, "o_proj")
+
+    x = tensors["model.embeddings.weight"][tokens]
+    for layer in (f"model.layers.{index}" for index in range(LAYERS)):
+        x = x + attend(normal(x, tensors[f"{layer}.attn_norm.weight"]), f"{layer}.attn")
+        y = normal(x, tensors[f"{layer}.mlp_norm.weight"])
+        gate, up = (y @ tensors[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate / (1 + (-gate).exp()) * up) @ tensors[f"{layer}.mlp.down_proj.weight"].T
+    head = tensors.get("lm_head.weight", tensors["model.embeddings.weight"])
+    return normal(x, tensors["model.norm.weight"]) @ head.T
+
+
+class Folder:
+    def __init__(self, path):
+        self.root, self.path, self.out = path, path / "fla", path / "out"
+        self.path.mkdir()
+
+    def save(self, config, tensors):
+        (self.path / "config.json").write_text(json.dumps(config))
+        save_file(tensors, self.path / "model.safetensors")
+
+    def arguments(self, *more):
+        return [*map(str, ["--source", "fla", self.path, "--out", self.out, *more])]
+
+    def convert(self, *more):
+        silence_known_warnings()
+        main(self.arguments(*more))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+def numbers_of(dictionary, config):
+    words = ["</s>" if number == config["eos_token_id"] else str(number) for number in range(WORDS)]
+    return torch.tensor([dictionary.index(word) for word in words])
+
+
+@every_model
+def test_logits_in_one_pass_and_token_by_token(folder, case):
+    """In float64 and float32, and for a batch with padding on the left."""
+    config, tensors = make(case)
+    folder.save(config, tensors)
+    folder.convert()
+    model, dictionary = load(folder.out)
+    ours, tokens = numbers_of(dictionary, config), torch.randint(WORDS, (3, LENGTH))
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    expected = equations(case, config, wide, tokens).log_softmax(-1)
+    assert expected.std() > 0.5 and expected.dtype == torch.float64
+    padded = torch.full((3, LENGTH + 3), dictionary.pad())
+    rows = [slice(0, LENGTH), slice(2, LENGTH + 2), slice(3, LENGTH + 3)]
+    for row, place in enumerate(rows):
+        padded[row, place] = ours[tokens[row]]
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        model = model.to(dtype)
+        whole = model.get_normalized_probs(model(ours[tokens]), log_probs=True)
+        assert whole.dtype == dtype
+        torch.testing.assert_close(whole[..., ours].double(), expected, rtol=tolerance, atol=tolerance)
+        stepped = by_steps(model, ours[tokens], [1] * (LENGTH - 3) + [3])
+        torch.testing.assert_close(stepped[..., ours].double(), expected, rtol=tolerance, atol=tolerance)
+        beside = model.get_normalized_probs(model(padded), log_probs=True)
+        for row, place in enumerate(rows):
+            torch.testing.assert_close(
+                beside[row, place][..., ours].double(), expected[row], rtol=tolerance, atol=tolerance
+            )
+    rest = [index for index in range(len(dictionary)) if index not in ours]
+    assert whole[..., rest].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@looped("case", CASES)
+def test_there_and_back_again(tmp_path_factory, case, dtype):
+    """Every bit of the weights, in their dtype; what is written converts to the same model."""
+    out = tmp_path_factory.mktemp("back") / "out"
+    config, tensors = make(case)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    words = ["</s>" if number == config["eos_token_id"] else str(number) for number in range(WORDS)]
+    once = fla.convert(tensors, words, Options(config))
+    fla.write(once, out)
+    written, found = fla.read(out)
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensor) and written[name].dtype == dtype for name, tensor in tensors.items())
+    told = {name: value for name, value in config.items() if value is not None and name != "bos_token_id"}
+    assert found | told == found
+    again = fla.convert(written, words, Options(found))
+    assert (again.flags, again.words) == (once.flags, once.words)
+    assert again.weights.keys() == once.weights.keys()
+    assert all(torch.equal(again.weights[name], tensor) for name, tensor in once.weights.items())
+
+
+def test_a_checkpoint_is_written_for_fla(folder, capsys):
+    """The command writes what was converted, from a checkpoint of this plugin."""
+    config, tensors = make("kda, other options")
+    folder.save(config, tensors)
+    folder.convert()
+    capsys.readouterr()
+    back = folder.root / "back"
+    arguments = ["--source", "fwp-lm", folder.out / "checkpoint.pt", "--to", "fla", "--out", back]
+    main([*map(str, arguments)])
+    assert "config.json and model.safetensors; the tokenizer's files are those of the source" in capsys.readouterr().out
+    written, found = fla.read(back)
+    assert (found["architectures"], found["torch_dtype"], found["safe_gate"]) == (["KDAForCausalLM"], "float32", True)
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+    refused(main, *map(str, arguments), says="--out must be a new or empty folder, got .*, which holds files")
+
+
+def without(name):
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if name not in key}
+
+
+def with_rows(name, *shape):
+    return lambda tensors: {**tensors, name: torch.ones(shape)}
+
+
+# change of the tensors, of the configuration, words of the sentence
+REFUSALS = [
+    (dict, {"model_type": "kimi_linear"}, "model_type in config.json must be one of delta_net, .*, got 'kimi_linear'"),
+    (
+        dict,
+        {"attn": {"layers": [1]}},
+        "attn = .*, which cannot be converted: some of its layers have softmax",
+    ),
+    (dict, {"hidden_act": "powlu"}, "hidden_act = 'powlu', which cannot be converted: its feed-forward"),
+    (dict, {"qk_norm": "sum"}, "qk_norm = 'sum', which cannot be converted"),
+    (dict, {"qk_activation": "elu"}, "qk_activation = 'elu', which cannot be converted"),
+    (dict, {"use_beta": False}, "use_beta = False, which cannot be converted: it always writes with full strength"),
+    (dict, {"use_short_conv": False}, "use_short_conv = False, which cannot be converted: it has no short convolution"),
+    (dict, {"attnres_block_size": 4}, "attnres_block_size = 4, which cannot be converted"),
+    (dict, {"expand_v": 0.3}, "config.json must give heads with values of a whole size, got 1.2"),
+    (dict, {"vocab_size": 31}, r"model\.embeddings\.weight must have the 31 words of config\.json, got 30"),
+    (dict, {"num_heads": 2}, r"layers\.0\.attn\.b_proj\.weight must have 2 rows as config\.json says, got 4"),
+    (dict, {"num_hidden_layers": 1}, r"it has also model\.layers\.1\.attn"),
+    (dict, {"num_heads": None}, "must be the configuration of a flash-linear-attention, got one without num_heads"),
+    (dict, {"tie_word_embeddings": True}, "lm_head cannot be converted: .* has two that differ"),
+    (without("layers.1.mlp.up"), {}, r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
+    (with_rows("model.layers.0.mlp.experts.weight", 2), {}, r"it has also model\.layers\.0\.mlp\.experts\.weight"),
+]
+
+
+@looped("change, config, says", REFUSALS)
+def test_models_that_cannot_be_represented_are_refused_by_name(tmp_path_factory, change, config, says):
+    folder = Folder(tmp_path_factory.mktemp("refusal"))
+    own, tensors = make("delta_net")
+    folder.save({**own, **config}, change(tensors))
+    refused(main, *folder.arguments(), says=says, out=folder.out)
+
+
+# flags of a model of ours, words of the sentence
+NOT_THEIRS = [
+    ({"decoder_update_rule": "sum"}, "--decoder-update-rule must be one of delta, gated_delta, kda for .*, got sum"),
+    ({"swiglu": False}, r"the model must have the parts of delta_net .*, got --swiglu False \(there True\)"),
+    ({"decoder_value_heads": 8}, r"got --decoder-value-heads 8 \(there 4\)"),
+    ({"output_layer": "biased"}, r"got --output-layer biased \(there untied\)"),
+    ({"softmax_layers": "1"}, r"got .*--softmax-layers 1 \(there None\)"),
+]
+
+
+@looped("flags, says", NOT_THEIRS)
+def test_models_of_ours_that_they_do_not_have(folder, flags, says):
+    known = {"decoder_embed_dim": 16, "decoder_attention_heads": 4, "decoder_layers": 2, **fla.MODERN}
+    with pytest.raises(ValueError, match=says):
+        fla.config_of({**known, "decoder_update_rule": "delta", **flags}, WORDS, 2)
+
+
+@looped("words", [["1", "a"], ["0", "2"], ["0", "1", "3", "4"], {"de": ["0"], "en": ["0"]}])
+def test_a_dictionary_must_hold_numbers_of_tokens(words):
+    with pytest.raises(ValueError, match=re.escape("the dictionary must hold the numbers of tokens and </s>")):
+        fla.rows_of_tokens(words, True)
