@@ -4,6 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+ONNX = ["onnx>=1.23", "onnxruntime>=1.32", "onnxscript>=0.7"]
+
 here = Path(__file__).parent
 
 setup(
@@ -43,9 +45,10 @@ setup(
         "plots": ["matplotlib"],
         # What fairseq's --tensorboard-logdir and --wandb-project need.
         "logging": ["tensorboardX", "wandb"],
+        # What fwp-export needs.
+        "onnx": ONNX,
         "dev": [
-            "onnx>=1.23",
-            "onnxruntime>=1.32",
+            *ONNX,
             "pytest",
             "pytest-xdist",
             "hypothesis",
@@ -69,6 +72,7 @@ setup(
             "fwp-add-layer = fairseq_fwp.cli.add_layer:main",
             "fwp-convert = fairseq_fwp.cli.convert:main",
             "fwp-eval-lm = fairseq_fwp.cli.eval_lm:main",
+            "fwp-export = fairseq_fwp.cli.export:main",
             "fwp-info = fairseq_fwp.cli.info:main",
             "fwp-plot = fairseq_fwp.cli.plot:main",
         ],

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 CONFIG = {"fairseq", "numpy", "omegaconf", "torch"}
-PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "sacrebleu", "safetensors", "tqdm", "yaml"}
+PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "onnxruntime", "sacrebleu", "safetensors", "tqdm", "yaml"}
 ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "synthetic", "tasks", "distillation")}
 
 # What each room of the package may import besides itself and the standard library. Imports never point backwards.

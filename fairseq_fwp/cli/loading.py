@@ -33,6 +33,13 @@ def output_file(text: str) -> Path:
     return path
 
 
+def output_folder(text: str) -> Path:
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"it must be in a folder that exists, got {text}")
+    return path
+
+
 def dictionary_of_settings(text: str) -> dict[str, Any]:
     try:
         found = ast.literal_eval(text)

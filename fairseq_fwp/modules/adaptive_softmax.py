@@ -59,7 +59,7 @@ class AdaptiveInput(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return embeddings (B, L, D) of tokens (B, L)."""
         flat = tokens.flatten()
-        x = self.projections[0].weight.new_zeros(len(flat), self.embedding_dim)
+        x = self.projections[0].weight.new_zeros(flat.shape[0], self.embedding_dim)
         clusters = zip(pairwise(self.bounds), self.tables, self.projections, strict=True)
         for (low, high), table, projection in clusters:
             rows = ((flat >= low) & (flat < high)).nonzero().squeeze(1)
@@ -191,9 +191,9 @@ class AdaptiveSoftmax(nn.Module):
         head = F.log_softmax(self._head(flat), dim=-1)
         if self.clusters is None:
             return head.unflatten(0, features.shape[:-1])
-        log_probs = head.new_zeros(len(flat), self.bounds[-1])
+        log_probs = head.new_zeros(flat.shape[0], self.bounds[-1])
         log_probs[:, : self.bounds[1]] = head[:, : self.bounds[1]]
-        for index, rows in self._rows_of_clusters(None if target is None else target.flatten(), len(flat)):
+        for index, rows in self._rows_of_clusters(None if target is None else target.flatten(), flat.shape[0]):
             tail = F.log_softmax(self._words(index + 1, flat[rows]), dim=-1)
             prior = head[rows, self.bounds[1] + index].unsqueeze(1)
             log_probs[rows, self.bounds[index + 1] : self.bounds[index + 2]] = tail + prior
@@ -242,7 +242,7 @@ class AdaptiveSoftmax(nn.Module):
         """The logits of the words of a cluster, 0 = the head."""
         low, high = self.bounds[index : index + 2]
         bias = self._masked(self.bias[low:high], slice(low, high))
-        with faster_linear(len(flat), flat.device):
+        with faster_linear(flat.shape[0], flat.device):
             logits = at_least_float32(F.linear(self._project(index, flat), self._weight(index), bias))
         if self.shift_entries:
             first = flat.shape[1] - self.shift_entries

@@ -1,0 +1,197 @@
+"""Write text with a model that `fwp-export` has written, without PyTorch and fairseq: numpy and onnxruntime only.
+
+    python generate.py FOLDER "the memory" [--tokens 40] [--beam 5 | --sample 40] [--temperature 0.8] [--seed 1]
+    python generate.py FOLDER --measure     # time of a token and memory after 256 to 16,384 tokens
+    python generate.py FOLDER --score FILE  # perplexity of a text, a sentence a line
+
+Words are those of the training text, separated by blanks. If the folder has BPE codes, they are split into its parts.
+"""
+
+import argparse
+import json
+import math
+import resource
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+
+class Model:
+    """A graph with its dictionary. A state is a list of arrays; the first dimension of each is the row."""
+
+    def __init__(self, folder, threads=1):
+        self.about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+        self.eos, self.pad, self.unk = (self.about[name] for name in ("eos", "pad", "unk"))
+        lines = (folder / "dict.txt").read_text(encoding="utf-8").splitlines()
+        # fairseq's dictionary: four symbols, then the file's words, then fillers up to a multiple of eight.
+        self.words = ["<s>", "<pad>", "</s>", "<unk>", *(line.rsplit(" ", 1)[0] for line in lines)]
+        self.numbers = {word: number for number, word in enumerate(self.words)}
+        codes = folder / "codes"
+        merges = codes.read_text(encoding="utf-8").splitlines()[1:] if codes.is_file() else None
+        self.ranks = merges and {tuple(pair.split(" ")): rank for rank, pair in enumerate(merges)}
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        path = str(folder / "model.onnx")
+        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def start(self, rows=1):
+        """Return the state before the first token."""
+        return [np.zeros((rows, *part["start"][1:]), part["dtype"]) for part in self.about["state"]]
+
+    def read(self, tokens, state):
+        """Read tokens (B, L); return the log-probabilities (B, L, V) of what follows each, and the new state."""
+        found = []
+        for first in range(0, tokens.shape[1], self.about["tokens_per_call"]):
+            piece = tokens[:, first : first + self.about["tokens_per_call"]]
+            given = {part["name"]: x for part, x in zip(self.about["state"], state, strict=True)}
+            log_probs, *state = self.session.run(None, {"tokens": piece, **given})
+            found.append(log_probs)
+        return np.concatenate(found, 1), state
+
+    def encode(self, text):
+        """Return the tokens (1, L) of a text, after the end of a line."""
+        words = [part for word in text.split() for part in (self.split(word) if self.ranks else [word])]
+        return np.array([[self.eos, *(self.numbers.get(word, self.unk) for word in words)]], np.int64)
+
+    def split(self, word):
+        """Return the parts of a word by byte pair encoding, as subword-nmt: merge the pair that was learned first."""
+        parts = [*word[:-1], word[-1] + "</w>"]
+        while len(parts) > 1:
+            rank, pair = min((self.ranks.get(pair, math.inf), pair) for pair in pairwise(parts))
+            if rank == math.inf:
+                break
+            merged = []
+            for part in parts:
+                if (merged[-1:], part) == ([pair[0]], pair[1]):
+                    merged[-1] += part
+                else:
+                    merged.append(part)
+            parts = merged
+        return [part + "@@" for part in parts[:-1]] + [parts[-1].removesuffix("</w>")]
+
+    def decode(self, tokens):
+        return " ".join(self.words[token] for token in tokens).replace("@@ ", "")
+
+
+def sample(model, tokens, length, top, temperature, seed):
+    """Yield tokens, each drawn from the `top` most probable; top = 1: the most probable."""
+    draw = np.random.default_rng(seed)
+    log_probs, state = model.read(tokens, model.start())
+    for _ in range(length):
+        scores = log_probs[0, -1].astype(np.float64) / temperature
+        scores[model.pad] = -np.inf
+        best = np.argsort(-scores, kind="stable")[:top]
+        chances = np.exp(scores[best] - scores[best[0]])
+        token = int(draw.choice(best, p=chances / chances.sum()))
+        if token == model.eos:
+            return
+        yield token
+        log_probs, state = model.read(np.array([[token]]), state)
+
+
+def beam_search(model, tokens, length, size):
+    """Return the `size` best endings of at most `length` tokens, as (score a token, tokens), as fairseq finds them.
+
+    The score counts the given tokens, too.
+    """
+    log_probs, state = model.read(tokens, model.start())
+    given, past = tokens.shape[1] - 1, np.take_along_axis(log_probs[0, :-1], tokens[0, 1:, None], 1).sum()
+    log_probs, state = np.repeat(log_probs[:, -1], size, 0), [np.repeat(x, size, 0) for x in state]
+    rows, sums, done = [[] for _ in range(size)], np.array([past] + [-np.inf] * (size - 1)), []
+    for step in range(length + 1):
+        scores = sums[:, None] + log_probs
+        scores[:, model.pad] = -np.inf
+        if given + step == 0:
+            scores[:, model.eos] = -np.inf
+        if step == length:
+            scores[:, : model.eos] = scores[:, model.eos + 1 :] = -np.inf
+        flat = scores.ravel()
+        best = np.argsort(-flat, kind="stable")[: 2 * size]
+        kept = []
+        for rank, place in enumerate(best):
+            row, token = divmod(int(place), scores.shape[1])
+            if token != model.eos:
+                kept.append((row, token, flat[place]))
+            elif rank < size and np.isfinite(flat[place]) and len(done) < size:
+                done.append((flat[place] / (given + step + 1), rows[row]))
+        if len(done) == size or step == length:
+            break
+        kept = kept[:size]
+        order = np.array([row for row, _, _ in kept])
+        rows, sums = [[*rows[row], token] for row, token, _ in kept], np.array([score for _, _, score in kept])
+        log_probs, state = model.read(np.array([[token] for _, token, _ in kept]), [x[order] for x in state])
+        log_probs = log_probs[:, -1]
+    return sorted(done, key=lambda found: -found[0])
+
+
+def score(model, path):
+    """Return the perplexity of a text, with the ends of its lines, read as one stream."""
+    tokens, total = [model.eos], 0.0
+    for line in path.read_text(encoding="utf-8").splitlines():
+        tokens += [*model.encode(line)[0, 1:], model.eos]
+    tokens, state = np.array([tokens], np.int64), model.start()
+    for first in range(0, tokens.shape[1] - 1, 64):
+        piece = tokens[:, first : first + 65]
+        log_probs, state = model.read(piece[:, :-1], state)
+        total += np.take_along_axis(log_probs, piece[:, 1:, None], 2).sum()
+    return math.exp(-total / (tokens.shape[1] - 1))
+
+
+def measure(model):
+    """Print the time of a token, and the memory of the process, after more and more tokens."""
+    print("| tokens read | ms a token | memory, MB |\n| ---: | ---: | ---: |")
+    state, read, token = model.start(), 0, np.array([[model.unk]])
+    for length in (256, 1024, 4096, 16384):
+        while read + 64 <= length - 32:
+            _, state = model.read(np.repeat(token, 64, 1), state)
+            read += 64
+        times = []
+        for _ in range(length - read):
+            start = time.process_time()
+            _, state = model.read(token, state)
+            times.append(time.process_time() - start)
+        read, memory = length, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"| {length:,} | {1000 * min(times):.2f} | {memory:.0f} |", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("text", nargs="?", default="", help="what the model continues; nothing: a new line")
+    parser.add_argument("--tokens", type=int, default=40, help="at most so many (default 40)")
+    parser.add_argument("--beam", type=int, help="print the best endings of a beam search of this size")
+    parser.add_argument("--sample", type=int, default=1, metavar="K", help="draw from the K most probable words (1)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of --sample (default 1)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--score", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    for name in ("tokens", "beam", "sample", "threads"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(given, name)}")
+    if given.temperature <= 0:
+        parser.error(f"--temperature must be above 0, got {given.temperature}")
+    if missing := [name for name in ("model.onnx", "model.json", "dict.txt") if not (given.folder / name).is_file()]:
+        sys.exit(f"generate.py: the folder must be one of fwp-export, got {given.folder} without {', '.join(missing)}")
+    model = Model(given.folder, given.threads)
+    if given.measure:
+        measure(model)
+    elif given.score:
+        print(f"perplexity {score(model, given.score):.2f}")
+    elif given.beam:
+        for found, tokens in beam_search(model, model.encode(given.text), given.tokens, given.beam):
+            print(f"{found:.4f}\t{model.decode(tokens)}")
+    else:
+        drawn = sample(model, model.encode(given.text), given.tokens, given.sample, given.temperature, given.seed)
+        for token in drawn:
+            print(f"{model.words[token]} ".replace("@@ ", ""), end="", flush=True)
+        print()
+
+
+if __name__ == "__main__":
+    main()
