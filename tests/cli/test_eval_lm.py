@@ -4,14 +4,12 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from command_server import PLUGIN, run
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
@@ -26,7 +24,6 @@ from small_models import make_dictionary
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.patches.messages import silence_known_warnings
 
-PLUGIN = Path(__file__).resolve().parents[2] / "fairseq_fwp"
 SIZE = 32  # of the blocks of the checkpoint's training
 
 
@@ -225,15 +222,11 @@ def test_a_checkpoint_of_an_earlier_fairseq(folder):
 
 
 def test_from_the_command_line(folder, tmp_path):
-    answer = subprocess.run(
-        [sys.executable, "-m", "fairseq_fwp.cli.eval_lm", folder / "data", "--path", folder / "delta.pt", "--cpu"]
-        + ["--user-dir", PLUGIN, "--log-interval", "1"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    assert "Perplexity: " in answer.stdout.splitlines()[-1]
-    assert re.search(r"test: .* tokens=\d+, ppl=", answer.stderr)
-    assert "arning" not in answer.stderr
+    flags = ["--path", folder / "delta.pt", "--cpu", "--user-dir", PLUGIN, "--log-interval", 1]
+    said = run("fwp-eval-lm", folder / "data", *flags, cwd=tmp_path)
+    assert "Perplexity: " in said.splitlines()[-1]
+    assert re.search(r"test: .* tokens=\d+, ppl=", said)
+    assert "arning" not in said
 
 
 # checkpoint, data, further arguments

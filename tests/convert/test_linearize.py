@@ -23,7 +23,6 @@ from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.ops import delta_rule
 from fairseq_fwp.patches.messages import silence_known_warnings
 from tests.convert.conftest import load
 
@@ -378,18 +377,6 @@ def test_all_options_of_attention_are_those_of_the_model(saved, tmp_path_factory
     assert model.decoder.layers[1].self_attn.feature_map.feature_dim == features
     assert model(torch.randint(4, 50, (2, LENGTH)))[0].isfinite().all()
     assert f"{flag} " in (out / "flags.txt").read_text()
-
-
-def test_attention_normalisation_of_the_output_alone(saved, tmp_path):
-    """Mao 2022, Sec. 2.2: y = S q / z q, and the value that delta retrieves is not divided."""
-    flags = ["--decoder-update-rule", "delta", "--decoder-feature-map", "elu", "--attention-normalization"]
-    attention = (
-        convert(saved, tmp_path / "out", *flags, "--attention-normalization-read-out-only").decoder.layers[1].self_attn
-    )
-    x = random_input()
-    q, k, v, (beta,) = rule_inputs(attention, x)
-    expected = delta_rule(q, k, v, beta)[0] / (q * k.cumsum(2)).sum(-1, keepdim=True)
-    torch.testing.assert_close(attention(x)[0], attention.out_proj(expected.transpose(1, 2).flatten(2)))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,10 @@ from pairwise import looped
 from refusals import refused
 
 from fairseq_fwp.cli.convert import main
+from fairseq_fwp.convert import SOURCES
+from fairseq_fwp.convert.files import Options, make_task
+from fairseq_fwp.convert.linearize import Method, linearize
+from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention
 from fairseq_fwp.modules.attention import LinearAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -174,9 +178,16 @@ def test_favor_estimates_the_attention_of_softmax(saved):
 
 
 @looped("rule", list(UPDATE_RULES))
-def test_every_rule(tmp_path_factory, rule):
-    saved = Saved(tmp_path_factory.mktemp("saved"))
-    model = saved.convert("--decoder-update-rule", rule, "--decoder-feature-map", "elu", "--sum-normalization")
+def test_every_rule(saved, rule):
+    """Without the files of the command, which are the same for every rule."""
+    source = SOURCES["fairseq-mt"]
+    tensors, settings = source.read(saved.file)
+    conversion = source.convert(tensors, source.words(saved.file, None), Options(settings))
+    flags = {"decoder_update_rule": rule, "decoder_feature_map": "elu", "sum_normalization": True}
+    converted = linearize(conversion, flags, Method())
+    args, task = Namespace(**FwpTransformerModel.complete(converted.flags)), make_task(converted)
+    model = FwpTransformerModel.build_model(args, task).eval()
+    model.load_state_dict(converted.weights)
     assert kinds(model) == {"decoder"} and logits(model, batch()).isfinite().all()
 
 

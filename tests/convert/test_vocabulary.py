@@ -78,25 +78,3 @@ def test_a_vocabulary_without_line_ends_is_told(name):
     assert build(vector)[2].notes == []
     (note,) = build(vector, words)[2].notes
     assert note.startswith("the vocabulary has no symbol for the end of a line (</s>, <eos>, <S>), which fairseq-pre")
-
-
-@looped("name", ["schlag-lm/type24", "schlag-lm/type24_div_val", "transformer-xl/enwik8"])
-def test_training_leaves_them_without(name):
-    """This holds with weight decay too, for which a weight of minus infinity would spoil all gradients."""
-    model, dictionary, conversion = build(read_vector(name))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.01)
-    tokens = torch.randint(2, len(dictionary), (2, 9))
-    for _ in range(2):
-        logits, targets = model.decoder.adaptive_softmax(model.decoder(tokens)[0], tokens)
-        loss = sum(
-            torch.nn.functional.cross_entropy(*pair)
-            for pair in zip(logits, targets, strict=True)
-            if pair[0] is not None
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert all(p.isfinite().all() and (p.grad is None or p.grad.isfinite().all()) for p in model.parameters())
-    assert model.state_dict()["decoder.adaptive_softmax.bias"].eq(-torch.inf).nonzero().flatten().tolist() == [0, 1]
-    assert model.get_normalized_probs(model.decoder(tokens), log_probs=False)[..., :2].eq(0).all()
-    assert conversion.words[0] == "w1"

@@ -104,20 +104,6 @@ def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation():
 # Memory.
 
 
-def test_local_attention_decodes_in_constant_memory():
-    """With --attention-window, a layer keeps one token less than the window."""
-    model, tokens, state = build_model("softmax_lm_wt103", attention_window=3), random_tokens(2, 12), {}
-    whole = log_probs(model, tokens)
-    for t in range(12):
-        model(tokens[:, : t + 1], incremental_state=state)
-    ((kept, _read),) = state.values()
-    assert [layer.keys.shape[2] for layer in kept.layers] == [2, 2]
-    changed = tokens.clone()
-    changed[:, 0] ^= 1
-    seen = (log_probs(model, changed) != whole).any(-1)[0].nonzero().flatten().tolist()
-    assert seen == [0, 1, 2, 3, 4]  # 2 tokens further through each of 2 layers
-
-
 def test_decoding_memory_is_constant_for_every_rule():
     tokens = random_tokens(2, 12)
     for rule in (*UPDATE_RULES, "softmax"):

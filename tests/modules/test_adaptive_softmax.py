@@ -41,17 +41,6 @@ def test_every_word_but_padding_is_trained():
     assert embedding(torch.tensor([[1]])).abs().max() == 0
 
 
-def test_gradients_of_embeddings():
-    embedding = AdaptiveInput(VOCABULARY, 4, [10], 2).double()
-    tokens = torch.randint(VOCABULARY, (2, 5))
-    parameters = {name: parameter.detach() for name, parameter in embedding.named_parameters()}
-
-    def embed(*values):
-        return torch.func.functional_call(embedding, dict(zip(parameters, values, strict=True)), tokens)
-
-    assert torch.autograd.gradcheck(embed, [value.clone().requires_grad_() for value in parameters.values()])
-
-
 def test_sizes_of_embeddings():
     """Projections start small. Sizes need not be divisible: they are rounded down."""
     for projection in AdaptiveInput(VOCABULARY, 256, [10], 2).projections:

@@ -229,26 +229,6 @@ def test_short_sequences_are_read_by_their_scores(kind, length, by_scores):
     assert (layer(x, None, padding, keep_state=False)[1] is None) == by_scores
 
 
-def test_fast_weights_read_back_what_was_written():
-    """Identity map, delta rule with beta = 1 and orthonormal keys: the newest value of a key (Sec. 4.2)."""
-    layer = FastWeightAttention(2, 1, FEATURE_MAPS["identity"](2), "delta", backend="reference").double()
-    with torch.no_grad():
-        layer.in_proj.weight.zero_()
-        layer.in_proj.weight[:4] = torch.eye(2).repeat(2, 1)
-        layer.in_proj.weight[4:6] = torch.tensor([[2.0, 3.0], [5.0, 7.0]])
-        layer.in_proj.weight[6] = 100
-        layer.out_proj.weight.copy_(torch.eye(2))
-    x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]], dtype=torch.float64)
-    expected = torch.tensor([[[2.0, 5.0], [3.0, 7.0], [2.0, 5.0]]], dtype=torch.float64)
-    torch.testing.assert_close(layer(x)[0], expected)
-
-
-def test_gates_are_all_that_rules_differ_by():
-    count = {rule: sum(p.numel() for p in build((rule, "elu", "sum")).parameters()) for rule in UPDATE_RULES}
-    assert count["delta"] - count["sum"] == count["fwm"] - count["sum"] == count["gated"] - count["sum"] == DIM * HEADS
-    assert count["decay"] - count["sum"] == 2 * (DIM + 1) * DIM  # a weight matrix and a bias for each of two decays
-
-
 def test_refusals():
     elu, identity = FEATURE_MAPS["elu"](4), FEATURE_MAPS["identity"](4)
     for error, message, attempt in (
@@ -368,12 +348,6 @@ def test_options_in_half_precision(normalization, dtype):
     layer = build(("delta", "elu", normalization), backend="auto", norm_read_out=True, scale_read_out=True).to(dtype)
     out = layer(torch.randn(2, 6, DIM).to(dtype))[0]
     assert out.dtype == dtype and out.isfinite().all()
-
-
-def test_keys_smaller_than_values():
-    """Mao 2022: a state of m x d."""
-    layer = build(("decay", "identity", "neither"), key_dim=2)
-    assert layer(random(1, 3, DIM))[1].weights.shape == (1, HEADS, 2, DIM // HEADS)
 
 
 def test_uniform_gate_initialisation():

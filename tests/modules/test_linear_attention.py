@@ -3,7 +3,6 @@
 import copy
 import math
 
-import pytest
 import torch
 from attentions import half_precision_error
 from pairwise import looped
@@ -11,7 +10,7 @@ from pairwise import looped
 from fairseq_fwp.modules.attention.base import reorder
 from fairseq_fwp.modules.attention.linear import LinearAttention
 from fairseq_fwp.modules.attention.normalization import Division
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, Favor
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 
 DIM, HEADS, SOURCE_DIM = 12, 3, 10
 POSITIVE = [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive]
@@ -91,14 +90,6 @@ def test_biases_start_at_zero_and_are_of_every_projection():
 
 
 @every_map
-def test_gradients(name):
-    layer = build(name)
-    x, source = random(2, 3, DIM).requires_grad_(), random(2, 4, SOURCE_DIM).requires_grad_()
-    padding = torch.tensor([[True, False, False, False], [False] * 4])
-    assert torch.autograd.gradcheck(lambda *inputs: layer(*inputs, padding), (x, source))
-
-
-@every_map
 def test_padding_adds_nothing_wherever_it_stands_and_order_does_not_matter(name):
     layer = build(name)
     x, source = random(2, 4, DIM), random(2, 5, SOURCE_DIM)
@@ -126,22 +117,6 @@ def test_the_summary_is_as_large_for_any_source_and_can_be_reordered(name):
     assert len(sizes) == 1
 
 
-@looped("name", POSITIVE)
-def test_constant_values_are_read_back(name):
-    """The output is an average of the values, for every map."""
-    layer = build(name)
-    with torch.no_grad():
-        layer.kv_proj.weight[DIM:] = 0
-        layer.kv_proj.weight[DIM:, 0] = 1
-        layer.out_proj.weight.copy_(torch.eye(DIM))
-    source = random(2, 40, SOURCE_DIM)
-    source[..., 0] = 1
-    reads = layer(random(2, 20, DIM), source)
-    written = reads != 0  # a query without a feature reads nothing
-    torch.testing.assert_close(reads[written], torch.ones_like(reads)[written], rtol=1e-4, atol=1e-4)
-    assert written.double().mean() > 0.7
-
-
 def test_epsilons_reach_the_divisor():
     x, source = random(1, 2, DIM), random(1, 3, SOURCE_DIM)
     bounded, added = (build("elu", division=Division(100.0, add)) for add in (False, True))
@@ -153,18 +128,6 @@ def test_epsilons_reach_the_divisor():
     numerator, z = (q @ state.weights), (q * state.normalizer.unsqueeze(2)).sum(-1, keepdim=True)
     for layer, divisor in ((bounded, torch.full_like(z, 100)), (added, z + 100)):
         torch.testing.assert_close(layer(x, source), (numerator / divisor).transpose(1, 2).flatten(2))
-
-
-def test_favor_estimates_softmax_attention():
-    """With many random features it is close to softmax attention."""
-    layer = LinearAttention(8, 1, Favor(8, features=20_000)).double()
-    with torch.no_grad():
-        for projection in (layer.q_proj, layer.kv_proj):
-            projection.weight.mul_(0.5)
-    x, source = random(1, 5, 8), random(1, 6, 8)
-    k, v = layer.kv_proj(source).chunk(2, -1)
-    expected = layer.out_proj((layer.q_proj(x) @ k.transpose(1, 2)).softmax(-1) @ v)
-    torch.testing.assert_close(layer(x, source), expected, rtol=0, atol=0.05 * expected.abs().max().item())
 
 
 @every_map
@@ -193,8 +156,3 @@ def test_no_tensor_has_a_row_for_every_pair_of_tokens(name, largest_tensor):
             layer(torch.randn(1, length, DIM), torch.randn(1, length, SOURCE_DIM))
         largest[length] = mode.largest
     assert largest[1024] <= 4 * largest[256] < 256**2 * HEADS
-
-
-def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="`embed_dim` must be divisible by `num_heads`, got 12 and 5"):
-        LinearAttention(12, 5, FEATURE_MAPS["elu"](2))

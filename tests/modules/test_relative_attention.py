@@ -4,17 +4,14 @@ import itertools
 
 import torch
 from pairwise import looped
-from torch.func import functional_call
 
 from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.relative import (
     LearnedDistances,
     Memory,
     RelativeAttention,
-    RelativeCache,
     SinusoidalDistances,
 )
-from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 
 DIM, HEADS = 12, 3
 SIZE = DIM // HEADS
@@ -82,60 +79,6 @@ def test_it_is_the_sum_of_the_four_terms(positions, clamp_len, window, lengths):
     assert torch.equal(after.hidden, torch.cat([memory, x], 1))
 
 
-@looped("positions", ["relative", "shaw", "shaw, biased"])
-def test_gradients(positions):
-    layer = build(positions, clamp_len=3, window=4, dim=4, heads=2)
-    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-
-    def attend(x, memory, *values):
-        return functional_call(layer, dict(zip(parameters, values, strict=True)), (x, Memory(memory)))[0]
-
-    inputs = [random(2, 3, 4), random(2, 2, 4), *parameters.values()]
-    assert torch.autograd.gradcheck(attend, [x.clone().requires_grad_() for x in inputs])
-
-
-def test_without_its_positions_it_is_softmax_attention_over_the_concatenation():
-    """If W_kR, u and v are zero, only (a) is left."""
-    layer = build()
-    softmax = SoftmaxAttention(DIM, HEADS).double()
-    softmax.load_state_dict(layer.state_dict(), strict=False)
-    for parameter in layer.positions.parameters():
-        torch.nn.init.zeros_(parameter)
-    memory, x = random(2, 5, DIM), random(2, 4, DIM)
-    expected = softmax(torch.cat([memory, x], 1))[0][:, 5:]
-    torch.testing.assert_close(layer(x, Memory(memory))[0], expected)
-
-
-@looped("seen", [1, 4])
-def test_every_token_sees_as_many_with_same_length(seen):
-    """A token of the memory changes exactly the outputs of tokens less than `seen` tokens away."""
-    layer, memory, x = build(window=seen), random(1, 6, DIM), random(1, 5, DIM)
-    expected = layer(x, Memory(memory))[0]
-    for place in range(6):
-        changed = memory.clone()
-        changed[:, place] += 1
-        same = (layer(x, Memory(changed))[0] == expected).all(-1)[0]
-        assert same.tolist() == [6 + i - place >= seen for i in range(5)]
-
-
-def test_only_distance_counts():
-    """With a window, the same tokens later in the stream have the same outputs."""
-    layer, x = build(window=3), random(1, 9, DIM)
-    torch.testing.assert_close(layer(x)[0][:, 4:], layer(x[:, 2:])[0][:, 2:])
-
-
-@looped("positions", ["relative", "shaw", "shaw, biased"])
-@looped("pieces", [[9], [4, 1, 4], [1] * 9], ids=str)
-def test_a_cache_gives_what_the_memory_gives(positions, pieces):
-    layer, memory, x = build(positions, clamp_len=5, window=7), Memory(random(2, 3, DIM)), random(2, 9, DIM)
-    cache, outputs = layer.cache(memory), []
-    for piece in x.split(pieces, 1):
-        y, cache = layer(piece, cache)
-        outputs.append(y)
-    assert isinstance(cache, RelativeCache)
-    torch.testing.assert_close(torch.cat(outputs, 1), layer(x, memory)[0])
-
-
 def test_a_cache_is_cut_reordered_and_detached():
     layer, memory, more = build(), Memory(random(3, 6, DIM)), random(2, 2, DIM)
     order = torch.tensor([2, 0])
@@ -146,22 +89,6 @@ def test_a_cache_is_cut_reordered_and_detached():
         torch.testing.assert_close(layer(more, kept)[0], expected)
     assert cache.last(3).distances.shape[1] == cache.last(3).keys.shape[2] == 3
     assert not any(part.requires_grad for part in detach(cache) if part is not None)
-
-
-def test_padding_between_tokens_puts_no_distance_between_them():
-    layer, rows = build(window=4), [random(1, n, DIM) for n in (5, 2, 3)]
-    places = [torch.tensor([0, 1, 3, 4, 7]), torch.tensor([6, 7]), torch.tensor([0, 1, 2])]
-    x, padding = 10 * random(3, 8, DIM), torch.ones(3, 8, dtype=torch.bool)
-    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
-        x[row, place], padding[row, place] = tokens[0], False
-    y, state = layer(x, key_padding_mask=padding)
-    more = random(3, 2, DIM)
-    after, _ = layer(more, state)
-    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
-        alone, alone_state = layer(tokens)
-        torch.testing.assert_close(y[row, place], alone[0])
-        torch.testing.assert_close(after[row], layer(more[row : row + 1], alone_state)[0][0])
-        assert torch.equal(state.last(len(place)).hidden[row], tokens[0])
 
 
 def test_no_tensor_holds_a_vector_for_every_pair(largest_tensor):
