@@ -3,6 +3,10 @@
 import torch
 
 
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
 def rule_inputs(layer, x, key_padding_mask=None):
     """Return q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
     queries_keys, v, gates = layer.project(x)

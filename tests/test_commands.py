@@ -102,11 +102,22 @@ def test_two_processes_are_one_with_all_batches(data, tmp_path, flags):
 
 
 @pytest.mark.slow
-def test_bfloat16_learns_as_float32_does(data, tmp_path):
-    flags = [*DELTA, "--dropout", 0]
-    logs = [train(data, tmp_path / str(len(more)), *flags, *more, updates=4) for more in ([], ["--bf16"])]
-    expected, found = ([float(loss) for loss, _ in losses(log)] for log in logs)
-    assert len(found) == 4 and found == pytest.approx(expected, rel=0.05)
+def test_half_precision_learns_as_float32_does(data, tmp_path):
+    """On a CPU --amp is float32 to the last bit, and torch says so; --fp16 ends before anything is written."""
+    expected = losses(train(data, tmp_path / "float32", *DELTA, "--dropout", 0, updates=4))
+    for precision in ("bf16", "memory-efficient-bf16", "memory-efficient-fp16", "amp"):
+        log = train(data, tmp_path / precision, *DELTA, "--dropout", 0, f"--{precision}", updates=4)
+        found = losses(log)
+        assert len(found) == 4 and [float(loss) for loss, _ in found] == pytest.approx(
+            [float(loss) for loss, _ in expected], rel=0.05
+        ), precision
+        dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "fp16" in precision else torch.float32
+        saved = jobs.last(tmp_path / precision)["model"].values()  # in float32, as fairseq writes all weights
+        assert all(torch.equal(x, x.to(dtype).float()) for x in saved if x.is_floating_point()), precision
+    if not torch.cuda.is_available():
+        assert found == expected and "GradScaler is enabled, but CUDA is not available" in log
+        train(data, tmp_path / "fp16", *DELTA, "--fp16", status=1)
+        assert not list((tmp_path / "fp16").glob("*.pt"))
 
 
 def scored(data, checkpoint, *flags, split="test", size=32):
@@ -117,12 +128,17 @@ def scored(data, checkpoint, *flags, split="test", size=32):
     return float(re.search(r"Loss \(base 2\): ([\d.]+)", log)[1])
 
 
-def evaluated(data, checkpoint, split="test", size=32, context=0):
-    """Return the same by the package's own evaluation."""
+def probabilities(data, checkpoint, protocol, line=None):
+    """Return those of the tokens of the test text, or of a line, by the package's own evaluation."""
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
-    tokens = torch.cat([*data_utils.load_indexed_dataset(str(data / split), task.dictionary)]).long()
-    found = evaluate(model.eval(), Text.after(task.dictionary.eos(), tokens), Protocol(size, context))
-    return -float(found.log_probs.mean()) / torch.log(torch.tensor(2.0)).item()
+    lines = data_utils.load_indexed_dataset(str(data / "test"), task.dictionary)
+    lines = lines if line is None else [task.dictionary.encode_line(line, add_if_not_exist=False)]
+    text = Text.after(task.dictionary.eos(), torch.cat([*lines]).long())
+    return evaluate(model.eval(), text, protocol).log_probs.exp()
+
+
+def evaluated(data, checkpoint, size=32, context=0):
+    return -float(probabilities(data, checkpoint, Protocol(size, context)).log2().mean())
 
 
 def test_every_token_is_scored_and_validated(data, trained):
@@ -146,6 +162,20 @@ def test_other_ways_to_score(data, trained, tmp_path):
     log = train(data, tmp_path, *BLOCKS, *flags, updates=4)
     loss = scored(data, tmp_path / "checkpoint_last.pt", split="valid")
     assert float(validations(log)[-1]) == pytest.approx(loss, abs=2e-3)
+
+
+@pytest.mark.slow
+def test_an_ensemble_generates_by_the_mean_of_probabilities(data, trained, tmp_path):
+    """Of models with states of constant and of growing size. fairseq-eval-lm takes one model only."""
+    train(data, tmp_path, *BLOCKS, *SIZE, "--arch", "softmax_lm_wt103", updates=2)
+    paths = trained[0], tmp_path / "checkpoint_last.pt"
+    flags = ["--task", "language_modeling", "--beam", 2, "--max-len-b", 20, "--path", ":".join(map(str, paths))]
+    log = run("fairseq-interactive", data, *flags, "--cpu", stdin="w1 w2\n")
+    ((_, words),) = jobs.hypotheses(log)
+    assert words[:2] == ["w1", "w2"] and len(words) > 2
+    found = torch.tensor([*map(float, re.search(r"^P-0\t(.*)$", log, re.MULTILINE)[1].split())])
+    expected = torch.stack([probabilities(data, path, Protocol(32), " ".join(words)) for path in paths]).mean(0)
+    torch.testing.assert_close(found, expected.log2().float(), rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -378,7 +408,8 @@ def test_searches_of_fairseq(pairs, translated, tmp_path):
 
     text = tmp_path / "text"
     text.mkdir()
-    shutil.copy(pairs / "dict.de.txt", text / "dict.txt")
+    for folder in (text, pairs):  # fairseq takes the language model's dictionary from the data of the translation
+        shutil.copy(pairs / "dict.de.txt", folder / "dict.txt")
     for split in ("train", "valid"):
         for suffix in ("bin", "idx"):
             shutil.copy(pairs / f"{split}.en-de.de.{suffix}", text / f"{split}.{suffix}")

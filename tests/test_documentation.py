@@ -14,6 +14,7 @@ from pathlib import Path
 import jobs
 import pytest
 import torch
+from command_server import run
 from convert.conftest import WORDS, read_vector
 from fairseq import options
 from pairwise import looped
@@ -322,11 +323,11 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     write_files(folder, "python")
     (folder / "text").mkdir()
-    preprocess = ["fairseq-preprocess", "--only-source", "--destdir", "DATA", "--workers", "1"]
+    preprocess = ["--only-source", "--destdir", "DATA", "--workers", "1"]
     for split, lines in (("train", 200), ("valid", 30), ("test", 30)):
         (folder / "text" / f"{split}.txt").write_text(LINE * lines)
         preprocess += [f"--{split}pref", f"text/{split}.txt"]
-    shell(shlex.join(preprocess), folder)
+    run("fairseq-preprocess", *preprocess, cwd=folder)
     return folder
 
 
@@ -348,7 +349,8 @@ def test_the_plugin_examples(work):
 
 def test_a_rule_from_outside_is_a_choice_and_others_are_refused(work):
     command = next(command for command in COMMANDS if command.startswith("fairseq-train"))
-    said = shell(command.replace("leaky", "leeky"), work, status=1)
+    words = shlex.split(command.replace("leaky", "leeky").replace("--user-dir my_plugin", ""))
+    said = run(*words, user_dir="my_plugin", cwd=work, status=1)
     assert re.search(r"invalid choice: 'leeky' \(choose from .*leaky", said)
 
 

@@ -124,8 +124,8 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.parametrize("option", ["--finetune-from-model", "--restore-file"])
-@pytest.mark.parametrize("case", FORGOTTEN)
+@looped("option", ["--finetune-from-model", "--restore-file"])
+@looped("case", FORGOTTEN)
 def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, case):
     """The error is one sentence with all other differing options, in place of fairseq's names of all weights."""
     _, out = run(folder, "Transformer-XL")

@@ -49,7 +49,7 @@ def test_a_state_to_be_forgotten_at_documents_is_not_carried_over_them():
     eval_lm.read_protocol(eval_lm.parser().parse_args([*flags, "--reset-after", "</s>"]), model, task)
 
 
-@pytest.mark.parametrize("of_task, limit, window", [(8, 32, 8), (32, 8, 8), (None, 8, 8)])
+@looped("of_task, limit, window", [(8, 32, 8), (32, 8, 8), (None, 8, 8)])
 def test_a_window_is_as_long_as_in_training_and_no_longer_than_the_model_reads(of_task, limit, window):
     model = SimpleNamespace(max_positions=lambda: limit, decoder=SimpleNamespace(carries_state=False))
     args = eval_lm.parser().parse_args(["data", "--path", "x"])
@@ -335,8 +335,8 @@ def test_misuse_is_refused_at_once(arguments, says):
     refused(eval_lm.main, "data", "--path", "delta.pt", *arguments.split(), says=says)
 
 
-@pytest.mark.parametrize("flag", ["--json", "--scores"])
-@pytest.mark.parametrize("name", ["delta.pt", "data/dict.txt", "data/test.bin", "data/../delta.pt"])
+@looped("flag", ["--json", "--scores"])
+@looped("name", ["delta.pt", "data/dict.txt", "data/test.bin", "data/../delta.pt"])
 def test_inputs_are_never_written(folder, flag, name):
     before = (folder / name).read_bytes()
     arguments = [folder / "data", "--path", folder / "delta.pt", "--cpu", flag, folder / name]

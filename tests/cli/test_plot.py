@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 from mpl_toolkits.mplot3d import Axes3D
+from pairwise import looped
 
 from fairseq_fwp.cli import plot
 
@@ -68,7 +69,7 @@ def test_a_run_that_diverged_is_drawn_up_to_there(logs):
 NAN = '{"valid_ppl": "nan", "valid_num_updates": "9"}\n'
 
 
-@pytest.mark.parametrize("text", [None, "", "Traceback\n", '{"num_updates": "5", "ppl": "3"}\n', NAN])
+@looped("text", [None, "", "Traceback\n", '{"num_updates": "5", "ppl": "3"}\n', NAN])
 def test_logs_without_validation_are_refused(logs, text, capsys):
     log = logs / "bad.log"
     if text is not None:
@@ -143,7 +144,7 @@ def test_settings_are_read_as_the_package_prints_them(tmp_path):
     assert plot.read_log("", log, "bleu").valid == {9: 9.198, 18: 9.201}
 
 
-@pytest.mark.parametrize("form", PRINTED)
+@looped("form", PRINTED)
 def test_every_log_format_of_fairseq_is_read_from_its_folder(tmp_path, form):
     (tmp_path / "hydra_train.log").write_text(CONFIG + PRINTED[form])
     plot.main([str(tmp_path), "--out", str(tmp_path / "curves.svg"), "--train"])
@@ -162,7 +163,7 @@ def test_training_without_lines_of_updates_is_that_of_epochs(tmp_path):
     assert plot.read_log("", log).train == {9: 803.33}
 
 
-@pytest.mark.parametrize("form", ["json", "simple"])
+@looped("form", ["json", "simple"])
 def test_a_log_file_has_the_messages_alone(tmp_path, form):
     """With `--log-file` lines lack the time, the level and the name of the logger."""
     log = tmp_path / "train.log"
@@ -218,7 +219,7 @@ def test_each_surface_is_one_feature_in_one_quadrant(tmp_path, monkeypatch, caps
         assert np.array_equal(shown, inside > 0) and np.allclose(z[shown], inside[shown])
 
 
-@pytest.mark.parametrize("arguments", [[], ["--dpfp", "train.log"], ["--dpfp", "--train"]])
+@looped("arguments", [[], ["--dpfp", "train.log"], ["--dpfp", "--train"]])
 def test_logs_or_dpfp(arguments, capsys):
     with pytest.raises(SystemExit):
         plot.main(arguments)

@@ -114,14 +114,16 @@ def test_every_rule_and_map_takes_its_place(source, rule):
         assert "attention_dropout" not in files.command_line(converted)
 
 
-@looped("size", [HEAD, None])
+@looped("size", [HEAD, None, HEAD + 3])
 def test_with_as_many_features_as_dimensions_the_scores_are_those_of_softmax(source, size):
+    """Features beyond the dimensions change no score."""
     x = random_input()
     q, k, v = projected(source, x)
     attention = attention_of(linearize(source, *target("gated", state_size=size)))
     new_q, new_k, new_v, _ = rule_inputs(attention, x)
     torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) * SCALE)
     torch.testing.assert_close(new_v, v)
+    assert new_q[..., HEAD:].eq(0).all() and new_k[..., HEAD:].ne(0).all()
 
 
 def test_a_map_sees_the_queries_of_softmax(source):
@@ -149,14 +151,6 @@ def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
             torch.testing.assert_close(
                 new_q.norm(), new_k.norm(), rtol=1e-9, atol=0
             )  # the root of the values on either side
-
-
-def test_features_beyond_the_dimensions_change_no_score(source):
-    x = random_input()
-    q, k, _ = projected(source, x)
-    new_q, new_k, *_ = rule_inputs(attention_of(linearize(source, *target("gated", state_size=HEAD + 3))), x)
-    torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) * SCALE)
-    assert new_q[..., HEAD:].eq(0).all() and new_k[..., HEAD:].ne(0).all()
 
 
 def test_one_head_has_one_state_of_the_same_size(source):

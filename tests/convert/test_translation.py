@@ -1,6 +1,7 @@
 """Translation models of fairseq's Transformer: the same logits, and linear attention in place of softmax."""
 
 import math
+import re
 from argparse import Namespace
 
 import pytest
@@ -71,6 +72,17 @@ class Saved:
         (model,), _ = checkpoint_utils.load_model_ensemble([path], arg_overrides={"data": str(self.folder / out)})
         return model.eval()
 
+    def linearize(self, state_size=None, **flags):
+        """Return the model of `convert`, without the command's files."""
+        source = SOURCES["fairseq-mt"]
+        tensors, settings = source.read(self.file)
+        conversion = source.convert(tensors, source.words(self.file, None), Options(settings))
+        converted = linearize(conversion, flags, Method(state_size))
+        args = Namespace(**FwpTransformerModel.complete(converted.flags))
+        model = FwpTransformerModel.build_model(args, make_task(converted)).eval()
+        model.load_state_dict(converted.weights)
+        return model
+
 
 @pytest.fixture
 def saved(tmp_path):
@@ -119,18 +131,18 @@ def kinds(model):
 @looped(
     ("flags", "converted"),
     [
-        (LINEAR[:2], {"encoder"}),
-        ([*SUM, "--encoder-feature-map", "softmax"], {"decoder"}),
-        (LINEAR[2:], {"cross"}),
-        ([*LINEAR, *SUM], {"encoder", "decoder", "cross"}),
+        ({"encoder_feature_map": "elu"}, {"encoder"}),
+        ({"encoder_feature_map": "softmax", "decoder_update_rule": "sum"}, {"decoder"}),
+        ({"cross_feature_map": "elu"}, {"cross"}),
+        (dict.fromkeys(("encoder_feature_map", "cross_feature_map"), "elu") | {"decoder_update_rule": "sum"},
+         {"encoder", "decoder", "cross"}),
     ],
-)
-def test_each_place_is_converted_or_kept(tmp_path_factory, flags, converted):
-    saved = Saved(tmp_path_factory.mktemp("saved"))
-    model = saved.convert(*flags)
+)  # fmt: skip
+def test_each_place_is_converted_or_kept(saved, flags, converted):
+    model = saved.linearize(**flags)
     assert kinds(model) == converted
     theirs = saved.model.state_dict()
-    kept = [name for name in model.state_dict() if name in theirs and "_attn." not in name]
+    kept = [name for name in theirs.keys() & model.state_dict().keys() if not re.search("_attn\\.|version", name)]
     assert len(kept) > 20 and all(torch.equal(model.state_dict()[name], theirs[name]) for name in kept)
     assert logits(model, batch()).isfinite().all()
 
@@ -168,7 +180,7 @@ def test_favor_estimates_the_attention_of_softmax(saved):
     saved.save()
     errors = []
     for size in (16, 8192):
-        model = saved.convert("--encoder-feature-map", "favor", "--state-size", size, out=f"favor {size}")
+        model = saved.linearize(size, encoder_feature_map="favor")
         ours, theirs = (of.encoder.layers[1].self_attn for of in (model, saved.model))
         assert ours.feature_map.feature_dim == size
         x = torch.randn(9, 2, DIM)
@@ -179,15 +191,7 @@ def test_favor_estimates_the_attention_of_softmax(saved):
 
 @looped("rule", list(UPDATE_RULES))
 def test_every_rule(saved, rule):
-    """Without the files of the command, which are the same for every rule."""
-    source = SOURCES["fairseq-mt"]
-    tensors, settings = source.read(saved.file)
-    conversion = source.convert(tensors, source.words(saved.file, None), Options(settings))
-    flags = {"decoder_update_rule": rule, "decoder_feature_map": "elu", "sum_normalization": True}
-    converted = linearize(conversion, flags, Method())
-    args, task = Namespace(**FwpTransformerModel.complete(converted.flags)), make_task(converted)
-    model = FwpTransformerModel.build_model(args, task).eval()
-    model.load_state_dict(converted.weights)
+    model = saved.linearize(decoder_update_rule=rule, decoder_feature_map="elu", sum_normalization=True)
     assert kinds(model) == {"decoder"} and logits(model, batch()).isfinite().all()
 
 

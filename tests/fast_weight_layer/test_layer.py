@@ -16,7 +16,7 @@ from fairseq_fwp.fast_weight_layer.initialization import DAMPING, SPREAD
 from fairseq_fwp.fast_weight_layer.layer import PACE, STEP_SIZE
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
-from fairseq_fwp.modules.attention.base import detach, reorder, reset
+from fairseq_fwp.modules.attention.base import detach
 
 DIM, HIDDEN, WORDS = 6, 14, 23
 SOFTMAXES = {"plain": [], "adaptive": [7, 15], "projected": [7, 15]}
@@ -239,26 +239,6 @@ def test_segments_of_one_token_are_gradient_descent():
 
 
 @every_choice
-@looped("gradients_at", GRADIENTS_AT)
-def test_pieces_of_a_segment_are_the_segment(fast, gradients_at):
-    layer, softmax = build(fast, gradients_at=gradients_at)
-    x, tokens, before = random_features(2, 9), random_tokens(2, 9), random_tokens(2, 3)
-    _, state = layer(random_features(2, 3), before, softmax)
-    expected, after = layer(x, tokens, softmax, state)
-    for pieces in ([1] * 9, [4, 1, 4]):
-        ours, kept, start = [], state, 0
-        for piece in pieces:
-            part = slice(start, start + piece)
-            y, kept = layer(x[:, part], tokens[:, part], softmax, kept, same_segment=start > 0)
-            ours.append(y)
-            start += piece
-        torch.testing.assert_close(torch.cat(ours, 1), expected)
-        for name, gradients in after.history.items():
-            torch.testing.assert_close(kept.history[name], gradients)
-        torch.testing.assert_close(kept.update, after.update)
-
-
-@every_choice
 def test_padding_changes_nothing(fast):
     """Padding on the left, on the right, between tokens and of a whole segment changes nothing, now or later."""
     layer, softmax = build(fast)
@@ -283,21 +263,6 @@ def test_padding_changes_nothing(fast):
             y, state = layer(x[row : row + 1, own], alone, softmax, state)
             if index < 2 or len(kept):  # an empty segment still ends the one before it
                 torch.testing.assert_close(y[0], ours[index][row, own])
-
-
-@every_choice
-def test_states_are_reordered_and_reset(fast):
-    (layer, softmax), more, tokens = build(fast), random_features(3, 4), random_tokens(3, 4)
-    state = None
-    for _ in range(2):
-        _, state = layer(random_features(3, 4), random_tokens(3, 4), softmax, state)
-    expected, _ = layer(more, tokens, softmax, state)
-    order = torch.tensor([2, 0, 2])
-    ours, _ = layer(more[order], tokens[order], softmax, reorder(state, order))
-    torch.testing.assert_close(ours, expected[order])
-    fresh, _ = layer(more, tokens, softmax)
-    ours, _ = layer(more, tokens, softmax, reset(state, torch.tensor([False, True, False])))
-    torch.testing.assert_close(ours, torch.stack([expected[0], fresh[1], expected[2]]))
 
 
 def test_one_fixed_step_size_and_decay():

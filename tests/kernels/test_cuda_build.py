@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from isolated import run_isolated
+from pairwise import looped
 from subjects import sample_inputs
 
 from fairseq_fwp import ops
@@ -122,7 +123,7 @@ def test_nothing_is_built_by_asking(machine):
     assert (status.reason, machine.calls) == ("not built yet", []) and not (machine.folder / "a cache").exists()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("gpus", "listed", "flags"),
     [
         ([A100, H200], "", ["compute_80,code=sm_80", "compute_90a,code=sm_90a"]),

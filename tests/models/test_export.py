@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from pairwise import looped
 from small_models import build, random_tokens
 from torch.export import Dim
 
@@ -45,6 +46,22 @@ def test_a_model_is_exported_saved_and_loaded_with_its_state(model):
     state = model(tokens)[1]["state"]
     step = saved_and_loaded(model, (more,), {"state": state})
     assert_same(step(more, state=start(tokens)[1]["state"]), model(more, state=state))
+
+
+@pytest.mark.slow
+@looped("kind", ["delta", "softmax", "relative"])
+def test_the_compiled_code_of_inductor_gives_the_same_gradients(kind):
+    """For two sizes of a batch, the second with dynamic shapes."""
+    torch.compiler.reset()
+    model = build(kind, tokens_per_sample=32, dropout=0.0).train()
+    compiled = torch.compile(model)
+    for rows in (2, 3):
+        tokens = random_tokens(rows, 7)
+        found, expected = (
+            torch.autograd.grad(each(tokens)[0].square().sum(), [*model.parameters()], allow_unused=True)
+            for each in (compiled, model)
+        )
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_model_compiles_into_one_graph(model):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from attentions import random
 from pairwise import looped
 from torch import nn
 
@@ -10,10 +11,6 @@ from fairseq_fwp.modules import adaptive_softmax
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 
 VOCABULARY, DIM = 30, 5
-
-
-def random(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 # Embeddings.

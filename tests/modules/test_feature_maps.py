@@ -86,18 +86,12 @@ def test_refusals_name_the_argument(name, arguments, message):
 
 
 @every_map
-def test_shape_sign_and_independence_of_positions(name):
+def test_number_and_sign_of_features(name):
+    """tests/test_unusual_inputs.py holds that they are of one vector, in any layout."""
     feature_map = FEATURE_MAPS[name](HEAD_DIM)
-    x = torch.randn(2, 3, 4, HEAD_DIM)
-    features = feature_map(x)
-    assert feature_map.feature_dim == FEATURE_DIM[name]
-    assert features.shape == (2, 3, 4, feature_map.feature_dim)
+    features = feature_map(torch.randn(2, 3, 4, HEAD_DIM))
+    assert features.shape == (2, 3, 4, feature_map.feature_dim) and feature_map.feature_dim == FEATURE_DIM[name]
     assert feature_map.positive == bool((features >= 0).all())
-    changed = x.clone()
-    changed[:, 1:] = 20 * torch.randn(2, 2, 4, HEAD_DIM)
-    assert torch.equal(feature_map(changed)[:, 0], features[:, 0])
-    # One vector may take another matrix product than many together.
-    torch.testing.assert_close(feature_map(x[1, 2, 3]), features[1, 2, 3], rtol=1e-6, atol=1e-7)
 
 
 @every_map

@@ -4,7 +4,7 @@ import copy
 import math
 
 import torch
-from attentions import half_precision_error
+from attentions import half_precision_error, random
 from pairwise import looped
 
 from fairseq_fwp.modules.attention.base import reorder
@@ -21,10 +21,6 @@ def build(name, **options):
 
 
 every_map = looped("name", FEATURE_MAPS)
-
-
-def random(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def by_definition(layer, x, source, padding=None):

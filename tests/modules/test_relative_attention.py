@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+from attentions import random
 from pairwise import looped
 
 from fairseq_fwp.modules.attention.base import detach, reorder
@@ -27,10 +28,6 @@ def build(positions="relative", clamp_len=None, window=None, dim=DIM, heads=HEAD
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     return layer
-
-
-def random(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def by_loops(layer, x, memory):

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from fla_functions import FUNCTIONS, stand_in
+from pairwise import looped
 from subjects import RULES, cotangents, results, sample_inputs
 
 from fairseq_fwp.ops import fla
@@ -34,9 +35,9 @@ def on_the_cpu(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
 
-@pytest.mark.parametrize("state", [False, True], ids=["from nothing", "from a state"])
-@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("name", HERE)
+@looped("documents", [False, True])
+@looped("state", [False, True])
 def test_results_and_gradients_are_those_of_the_reference(on_the_cpu, name, documents, state):
     given, first = sample_inputs(name, SHAPE, torch.float32, state=state), None
     if documents:

@@ -73,13 +73,12 @@ self_check.WITH_SEGMENTS = ()
 """
 SMALL = f"{PREPARED}self_check.check_in_child(RULES)"
 BROKEN = f"""{PREPARED}
-right = self_check._check
 def _check(rule, device):
     if rule.name == "gla_rule":
         raise RuntimeError("an illegal memory access\\nand more")
     if rule.name == "decay_rule":
         os.kill(os.getpid(), signal.SIGABRT)
-    return "off" if rule.name == "rwkv7_rule" else right(rule, device)
+    return "off" if rule.name == "rwkv7_rule" else ""
 self_check._check = _check
 self_check.check_in_child(RULES)
 """
