@@ -4,11 +4,12 @@
 
 A part is a file of tests/nightly, the slow tests of a folder, or a mutant: a mistake that the tests must find, in a
 copy of the checkout. Parts that never ran come first, then those whose last result is oldest, until the time is over.
-The exit status is 1 if a part fails, or a mutant survives.
+The test that found a mutant last time is tried first. The exit status is 1 if a part fails, or a mutant survives.
 """
 
 import argparse
 import csv
+import multiprocessing
 import os
 import re
 import shutil
@@ -25,8 +26,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results.csv"
 FIELDS = ("name", "commit", "date", "seconds", "outcome")
-PYTEST = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-profile=night"]
+PYTEST = ["-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-profile=night"]
 SPREAD = ["--numprocesses", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
+WARM = multiprocessing.get_context("forkserver")  # imports once what takes longer than most tests
+WARM.set_forkserver_preload(["torch", "fairseq"])
 CHANGE = re.compile("«(.*?)→(.*?)»", re.DOTALL)
 KERNELS = "cuda_ext/cuda/"  # mutants that the emulator runs, in test_kernel_mutants.py
 # The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
@@ -86,41 +89,69 @@ def folders_of(path: str) -> list[str]:
 
 
 def copy_checkout(folder: Path) -> None:
-    """Copy the files that git knows."""
+    """Copy the files that git knows, and the compiled kernels."""
+    from fairseq_fwp.kernels import kernel_status, load_kernels
+
+    load_kernels("cpu")
+    compiled = Path(kernel_status()["cpu"].path or "").parent
+    shutil.copytree(compiled, folder / ".cache" / compiled.name)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(lambda name: (ROOT / name).is_file(), listed.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
 
 
+def pytest(arguments: list[str], folder: Path, output: Path) -> None:
+    """Run pytest in a folder and exit with its status; what it says is written to a file."""
+    own = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "FWP_CACHE_DIR": str(folder / ".cache")}
+    os.environ.update(own if folder != ROOT else {})
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True  # a mutant can have the size and the second of the file before it
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import pytest  # after the folder is known
+
+    sys.exit(int(pytest.main([*PYTEST, *arguments])))
+
+
 def run(arguments: list[str], folder: Path = ROOT, limit: float | None = None) -> tuple[bool, str]:
     """Run pytest; return whether all passed, and its first failure or last line."""
-    own = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"} if folder != ROOT else {}
-    own |= {"FWP_CACHE_DIR": str(folder / ".cache")} if folder != ROOT else {}
-    try:
-        done = subprocess.run(
-            [*PYTEST, *arguments], cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=limit
-        )
-    except subprocess.TimeoutExpired:
-        return False, "took too long"
-    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-100:]]
+    with tempfile.NamedTemporaryFile() as file:
+        process = WARM.Process(target=pytest, args=(arguments, folder, Path(file.name)))
+        process.start()
+        process.join(limit)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return False, "took too long"
+        lines = Path(file.name).read_text(encoding="utf-8").strip().splitlines() or ["nothing said"]
     failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return done.returncode in (0, 5), (failed or lines)[0 if failed else -1]  # 5: there are no such tests
+    return process.exitcode in (0, 5), (failed or lines)[0 if failed else -1]  # 5: there are no such tests
 
 
-def look_for(mutant: Mutant, folder: Path) -> str:
-    """Return what finds a mutant, or "survives"."""
+def look_for(mutant: Mutant, folder: Path, last: str) -> str:
+    """Return what finds a mutant, or "survives". The test that found it last comes first, then the file of its name."""
     if not (folder / "tests").exists():
         copy_checkout(folder)
+    known = last.removeprefix("found: FAILED ") if last.startswith("found: FAILED ") else ""
+    name, of_folders = f"test_{Path(mutant.path).stem}.py", [f"tests/{tests}" for tests in folders_of(mutant.path)]
+    likely = [str(path.relative_to(folder)) for tests in of_folders for path in (folder / tests).rglob(name)]
     before = insert(mutant, folder)
     try:
-        for tests in folders_of(mutant.path):
-            passed, said = run([f"tests/{tests}", "-x", *SPREAD], folder, limit=900)
-            if not passed:
-                return f"found: {said}"
-        return "survives"
+        for tests in [[known], likely, *([tests, *SPREAD] for tests in of_folders)]:
+            passed, said = run([*tests, "-x"], folder, limit=900) if any(tests) else (True, "")
+            if not passed and not said.startswith("ERROR: not found"):  # a test that has another name today
+                break
+        else:
+            return "survives"
     finally:
         (folder / mutant.path).write_text(before, encoding="utf-8")
+    failed, _, test = said.partition(" ")
+    if failed in ("FAILED", "ERROR") and test != known and not run([test], folder)[0]:
+        return f"fails without it, too: {said}"
+    return f"found: {said}"
 
 
 def run_file(path: str, *options: str) -> str:
@@ -129,7 +160,7 @@ def run_file(path: str, *options: str) -> str:
     return "passed" if passed else said
 
 
-def parts(folder: Path) -> dict[str, Callable[[], str]]:
+def parts(folder: Path, last: dict[str, dict[str, str]]) -> dict[str, Callable[[], str]]:
     """Return the parts by name, as functions that return the outcome; mutants are put into the folder."""
     found: dict[str, Callable[[], str]] = {}
     for mutant in mutants():
@@ -137,7 +168,8 @@ def parts(folder: Path) -> dict[str, Callable[[], str]]:
             of_file = partial(run_file, "tests/nightly/test_kernel_mutants.py", "-k", Path(mutant.path).name)
             found[f"{mutant.path}: its mutants on the emulator"] = of_file
         elif not mutant.how:  # the others are for the sanitizers, in test_sanitizers.py
-            found[mutant.name] = partial(look_for, mutant, folder)
+            outcome = last[mutant.name]["outcome"] if mutant.name in last else ""
+            found[mutant.name] = partial(look_for, mutant, folder, outcome)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         name, nightly = str(path.relative_to(ROOT)), HERE in path.parents
         if path.name != "test_kernel_mutants.py" and (nightly or "mark.slow" in path.read_text(encoding="utf-8")):
@@ -148,21 +180,23 @@ def parts(folder: Path) -> dict[str, Callable[[], str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--minutes", type=float, default=60, help="after which no other part begins")
-    parser.add_argument("--only", default="", help="text in the names of the parts")
+    parser.add_argument("--only", nargs="+", default=[""], help="texts of which the name of a part has one")
     args = parser.parse_args()
-    last: dict[str, str] = {}
+    last: dict[str, dict[str, str]] = {}
     if RESULTS.exists():
         with RESULTS.open(encoding="utf-8", newline="") as file:
-            last = {row["name"]: row["date"] for row in csv.DictReader(file)}
+            last = {row["name"]: row for row in csv.DictReader(file)}
     end, failed = time.monotonic() + 60 * args.minutes, 0
-    describe = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", f":!{RESULTS}"]
+    commit += "-dirty" * subprocess.run(changed, cwd=ROOT).returncode
     with tempfile.TemporaryDirectory() as folder, RESULTS.open("a", encoding="utf-8", newline="") as file:
-        found = {name: part for name, part in parts(Path(folder)).items() if args.only in name}
+        every = parts(Path(folder), last).items()
+        found = {name: part for name, part in every if any(text in name for text in args.only)}
         writer = csv.writer(file, lineterminator="\n")
         if not last:
             writer.writerow(FIELDS)
-        for number, name in enumerate(sorted(found, key=lambda name: last.get(name, "")), 1):
+        for number, name in enumerate(sorted(found, key=lambda name: last[name]["date"] if name in last else ""), 1):
             if time.monotonic() > end:
                 print(f"{len(found) - number + 1} parts are left for the next night")
                 break
