@@ -28,8 +28,7 @@ RESULTS = HERE / "results.csv"
 FIELDS = ("name", "commit", "date", "seconds", "outcome")
 PYTEST = ["-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-profile=night"]
 SPREAD = ["--numprocesses", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
-WARM = multiprocessing.get_context("forkserver")  # imports once what takes longer than most tests
-WARM.set_forkserver_preload(["torch", "fairseq"])
+FORK = multiprocessing.get_context("fork")  # with what main() has imported
 CHANGE = re.compile("«(.*?)→(.*?)»", re.DOTALL)
 KERNELS = "cuda_ext/cuda/"  # mutants that the emulator runs, in test_kernel_mutants.py
 # The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
@@ -119,7 +118,7 @@ def pytest(arguments: list[str], folder: Path, output: Path) -> None:
 def run(arguments: list[str], folder: Path = ROOT, limit: float | None = None) -> tuple[bool, str]:
     """Run pytest; return whether all passed, and its first failure or last line."""
     with tempfile.NamedTemporaryFile() as file:
-        process = WARM.Process(target=pytest, args=(arguments, folder, Path(file.name)))
+        process = FORK.Process(target=pytest, args=(arguments, folder, Path(file.name)))
         process.start()
         process.join(limit)
         if process.is_alive():
@@ -182,6 +181,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="after which no other part begins")
     parser.add_argument("--only", nargs="+", default=[""], help="texts of which the name of a part has one")
     args = parser.parse_args()
+    import fairseq  # noqa: F401  (takes longer than most tests, which then need not import it)
+
     last: dict[str, dict[str, str]] = {}
     if RESULTS.exists():
         with RESULTS.open(encoding="utf-8", newline="") as file:
