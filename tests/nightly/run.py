@@ -28,7 +28,8 @@ RESULTS = HERE / "results.csv"
 FIELDS = ("name", "commit", "date", "seconds", "outcome")
 PYTEST = ["-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-profile=night"]
 SPREAD = ["--numprocesses", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
-FORK = multiprocessing.get_context("fork")  # with what main() has imported
+FORK = multiprocessing.get_context("fork")  # with what main() has imported, which must not be this package
+COMPILED = "from fairseq_fwp import kernels; print(kernels.load_kernels('cpu').path, end='')"
 CHANGE = re.compile("«(.*?)→(.*?)»", re.DOTALL)
 KERNELS = "cuda_ext/cuda/"  # mutants that the emulator runs, in test_kernel_mutants.py
 # The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
@@ -89,11 +90,8 @@ def folders_of(path: str) -> list[str]:
 
 def copy_checkout(folder: Path) -> None:
     """Copy the files that git knows, and the compiled kernels."""
-    from fairseq_fwp.kernels import kernel_status, load_kernels
-
-    load_kernels("cpu")
-    compiled = Path(kernel_status()["cpu"].path or "").parent
-    shutil.copytree(compiled, folder / ".cache" / compiled.name)
+    compiled = Path(subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True, text=True).stdout)
+    shutil.copytree(compiled.parent, folder / ".cache" / compiled.parent.name)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(lambda name: (ROOT / name).is_file(), listed.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
