@@ -164,11 +164,12 @@ def goals(record):
 
 
 PANELS = [
-    Curves(place(sequences), what, unit=unit, what=kind, scale=scale, log=True)
-    for sequences in SEQUENCES
-    for what, unit, kind, scale in (
-        (MODEL, "milliseconds per token", SECONDS, lambda value, n: 1000 * value),
-        (LAYERS, "milliseconds per token", SECONDS, lambda value, n: 1000 * value),
-        (MODEL, "peak memory beyond the model (MB)", BYTES, None),
+    Curves(
+        place(SEQUENCES[-1]),
+        MODEL,
+        unit="milliseconds per token",
+        scale=lambda value, n: 1000 * value,
+        log=True,
+        title=f"The next token of {SEQUENCES[-1]} sequences: 16 layers, D = 128, one thread",
     )
 ]

@@ -30,9 +30,8 @@ CONTEXTS = (512, 2048, 8192)
 OURS = ("sum", "delta", "gated", "decay")
 LOOP, SDPA, FAST = "delta, PyTorch loop", "softmax attention (SDPA)", "sum, fast-transformers"
 CHUNKWISE = {
-    f"delta, chunkwise PyTorch (C = {chunk}, {inverse})": partial(peers.delta_chunkwise, chunk=chunk, inverse=inverse)
+    f"delta, chunkwise PyTorch (C = {chunk}, doubling)": partial(peers.delta_chunkwise, chunk=chunk)
     for chunk in (16, 32, 64)
-    for inverse in ("solve", "doubling")
 }
 PAIRS = ["two products in turn", "two products at once"]
 SIZES = "sizes of q + k + v + out"

@@ -50,14 +50,14 @@ class UnitLowerInverse(torch.autograd.Function):
         return -(X_t @ grad @ X_t).tril(-1)
 
 
-def delta_chunkwise(q, k, v, beta, chunk, inverse):
+def delta_chunkwise(q, k, v, beta, chunk):
     """Compute the WY form (Yang et al. 2024, arXiv 2406.06484, section 3.2), in chunks of `chunk` tokens.
 
     With A = tril(beta k k^T, -1) and U = (I + A)^-1 (beta v - beta k S) in a chunk that starts with the state S:
 
         out = q S + tril(q k^T) U        next state = S + k^T U
 
-    inverse: "solve" (solve_triangular) or "doubling".
+    Of all chunks the best with solve_triangular was slower at every shape (results/operators.csv of commit 8b543a0).
     """
     B, H, L, Dk = q.shape
     Dv, chunk = v.shape[-1], min(chunk, L)
@@ -65,15 +65,9 @@ def delta_chunkwise(q, k, v, beta, chunk, inverse):
     shape = (B * H, (L + padding) // chunk, chunk, -1)
     beta = beta.unsqueeze(-1)
     q, k, kb, vb = (F.pad(x, (0, 0, 0, padding)).reshape(shape) for x in (q, k, k * beta, v * beta))
-    A = (kb @ k.mT).tril(-1)
-    if inverse == "solve":
-        eye = torch.eye(chunk, dtype=A.dtype)
-        solved = torch.linalg.solve_triangular(A + eye, torch.cat([vb, kb], -1), upper=False, unitriangular=True)
-        U, kS = solved.split([Dv, Dk], -1)
-    else:
-        X = UnitLowerInverse.apply(A)
-        U = X @ vb
-        kS = X @ kb if shape[1] > 1 else kb  # a single chunk starts from zeros and never reads it
+    X = UnitLowerInverse.apply((kb @ k.mT).tril(-1))
+    U = X @ vb
+    kS = X @ kb if shape[1] > 1 else kb  # a single chunk starts from zeros and never reads it
     scores = (q @ k.mT).tril()
     if shape[1] == 1:
         out = scores @ U
@@ -99,33 +93,15 @@ def fast_transformers_sum():
     return lambda q, k, v: causal_dot_product(q.contiguous(), k.contiguous(), v.contiguous())
 
 
-# One decoding step of the delta rule in four ways; the fastest one depends on the batch.
-
-
-def step_einsum(q, k, v, beta, state):
-    write = beta.unsqueeze(-1) * (v - torch.einsum("bhld,bhde->bhle", k, state))
-    state = state + torch.einsum("bhld,bhle->bhde", k, write)
-    return torch.einsum("bhld,bhde->bhle", q, state), state
-
-
-def step_matmul(q, k, v, beta, state):
-    state = state + k.mT @ (beta.unsqueeze(-1) * (v - k @ state))
-    return q @ state, state
-
-
-def step_baddbmm(q, k, v, beta, state):
-    k_, state_ = k.flatten(0, 1), state.flatten(0, 1)
-    write = torch.baddbmm(v.flatten(0, 1), k_, state_, alpha=-1).mul_(beta.view(-1, 1, 1))
-    state_ = torch.baddbmm(state_, k_.mT, write)
-    return torch.bmm(q.flatten(0, 1), state_).view_as(v), state_.view_as(state)
-
-
 def step_in_place(q, k, v, beta, state):
-    """Overwrite the given state, which our operators never do."""
+    """Compute one decoding step of the delta rule. It overwrites the given state, which our operators never do.
+
+    Forms that do not were slower (results/operators.csv of commit 8b543a0).
+    """
     k_, state_ = k.flatten(0, 1), state.view(-1, *state.shape[2:])
     write = torch.baddbmm(v.flatten(0, 1), k_, state_, alpha=-1).mul_(beta.view(-1, 1, 1))
     state_.baddbmm_(k_.mT, write)
     return torch.bmm(q.flatten(0, 1), state_).view_as(v), state
 
 
-STEPS = {"einsum": step_einsum, "matmul": step_matmul, "baddbmm": step_baddbmm, "in place": step_in_place}
+STEPS = {"in place": step_in_place}

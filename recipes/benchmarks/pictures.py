@@ -53,6 +53,7 @@ class Curves(NamedTuple):
     what: str = SECONDS
     scale: Callable | None = None
     log: bool = False
+    title: str = ""
 
     def rows(self, record, goals):
         """Return (name, {number: value}) of the curves."""
@@ -77,7 +78,7 @@ class Curves(NamedTuple):
         axes.set_xscale("log")
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=9)
         axes.minorticks_off()
-        axes.set(title=self.stage, xlabel=self.where.format("n"), ylabel=self.unit)
+        axes.set(title=self.title or self.stage, xlabel=self.where.format("n"), ylabel=self.unit)
 
 
 def draw(path, record, goals, panels):
@@ -86,7 +87,7 @@ def draw(path, record, goals, panels):
     rows = -(-len(panels) // IN_A_ROW)
     columns = -(-len(panels) // rows)
     longest = max((len(panel.rows(record, goals)) for panel in panels if isinstance(panel, Bars)), default=0)
-    size = ((11 if longest else 4.5) * columns, max(4.2, 0.2 * longest) * rows)
+    size = (11 * columns if longest else max(4.5 * columns, 7), max(4.2, 0.2 * longest) * rows)
     figure, axes = load_pyplot().subplots(rows, columns, figsize=size, squeeze=False)
     for place in axes.flat[len(panels) :]:
         place.axis("off")

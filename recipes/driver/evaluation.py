@@ -17,7 +17,6 @@ class Way(NamedTuple):
     """One way of evaluation.
 
     values: each replaces @ in the flags; the best one on valid is used on test. test_all: use all values on test.
-    scores: write each token's log-probability next to the result.
     """
 
     label: str = ""
@@ -25,7 +24,6 @@ class Way(NamedTuple):
     splits: tuple[str, ...] = ("valid", "test")
     values: tuple[str, ...] = ()
     test_all: bool = False
-    scores: bool = False
 
     def words(self, value: str) -> list[str]:
         """Return the flags with a value."""
@@ -54,8 +52,7 @@ def read_way(path: Path, label: str, asked: Any) -> Way:
             f"{path}: the fields of an evaluation must be among {', '.join(Way._fields[1:])}, got {', '.join(unknown)}."
         )
     lists = {field: tuple(asked[field].split()) for field in ("splits", "values") if field in asked}
-    switches = {field: asked.get(field) == "true" for field in ("test_all", "scores")}
-    return Way(label, asked["flags"], **switches, **lists)
+    return Way(label, asked["flags"], test_all=asked.get("test_all") == "true", **lists)
 
 
 def result(folder: Path, *words: str) -> Path:
@@ -71,19 +68,18 @@ def evaluate(folder: Path, data: Path, text: Path, way: Way, flags: list[str]) -
             values = (best(folder, way.label),)
         for value in values:
             path = result(folder, split, way.label, value)
-            score(folder, path, data, split, text, [*way.words(value), *flags], way.scores)
+            score(folder, path, data, split, text, [*way.words(value), *flags])
 
 
-def score(folder: Path, path: Path, data: Path, split: str, text: Path, flags: list[str], scores: bool = False) -> None:
+def score(folder: Path, path: Path, data: Path, split: str, text: Path, flags: list[str]) -> None:
     """Run fwp-eval-lm, unless the result exists, and check that it scored every token of text/SPLIT.txt."""
     if path.exists():
         print(f"{path.parent.name} is evaluated already: {path}")
         return
-    tokens = ["--scores", str(path.with_suffix(".tsv"))] if scores else []
     with whole(path) as work:
         run(
             "fwp-eval-lm", data, "--path", folder / "checkpoint_best.pt", "--gen-subset", split, "--no-progress-bar",
-            "--json", work, *flags, *tokens,
+            "--json", work, *flags,
         )  # fmt: skip
         check_scored(work, text / f"{split}.txt")
     print(f"The result is in {path}: perplexity {read_json(path)['perplexity']:.2f}", flush=True)

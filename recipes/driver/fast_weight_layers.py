@@ -11,7 +11,6 @@ from language_models import LanguageModels
 from log import read_json
 from prepare import preprocess
 from recipe import STAGES, Model
-from reports import gains
 from tables import markdown, save, show
 
 SPEED_LINES = 400  # of the test text, for measurements of speed
@@ -31,12 +30,6 @@ ROWS: list[tuple[str, str, str, dict[str, float]]] = [
 ]
 # Blocks that are read separately carry no state.
 ROWS_OF = {"local": [row for row in ROWS if "carried" not in row[1:3]], "xl": ROWS}
-# For a model with a layer: its picture's name and title, and the tokens of a block if blocks are documents.
-PICTURES: dict[str, tuple[str, str, int | None]] = {
-    "local/fwl": ("local", "FWLs on local attention", 512),
-    "xl/fwl": ("xl", "FWLs on Transformer-XL", None),
-    "xl/carried": ("xl_carried", "FWLs on Transformer-XL, gradients at carried weights", None),
-}
 
 
 class FastWeightLayers(LanguageModels):
@@ -99,11 +92,6 @@ class FastWeightLayers(LanguageModels):
             return
         rows = read_rows(self.out)
         save(self.out, "rows", rows, table(rows))
-        for name, (picture, title, block) in PICTURES.items():
-            before = self.out / name.partition("/")[0] / "base" / "test plain.tsv"
-            after = self.out / name / "test plain.tsv"
-            if before.exists() and after.exists():
-                gains.write(before, after, self.bin / "dict.txt", self.out / f"{picture}.png", title, block)
 
 
 def read_rows(out: Path) -> list[dict[str, object]]:

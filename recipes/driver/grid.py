@@ -6,7 +6,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fcntl
-import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +17,7 @@ from flags import refusal
 from training import Training, import_fairseq, train_all
 
 STAGES = {
-    "plan": "print the trainings that are not finished, and how long they take",
+    "plan": "print the trainings that are not finished",
     "train": "run these trainings",
     "report": "write the tables and pictures of the finished trainings",
     "all": "train and report",
@@ -64,7 +63,7 @@ def train(trainings: list[Training], out: Path, workers: int, only_plan: bool) -
     left = [training for training in trainings if not training.is_finished()]
     if only_plan:
         print(*(training.name for training in left), sep="\n")
-    print(plan(left, len(trainings) - len(left), workers), flush=True)
+    print(f"{len(left)} to train ({len(trainings) - len(left)} finished).", flush=True)
     if not only_plan and (failed := train_all(left, workers)):
         raise RecipeError(
             f"failed, see train.log in their folders in {out}: {'; '.join(failed)}. Give the same command to try them "
@@ -90,20 +89,3 @@ def lock(out: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RecipeError(f"another grid runs in {out}: wait for its end, or give another --out.") from None
-
-
-def plan(left: list[Training], done: int, workers: int) -> str:
-    """Return the number of trainings left, and their cost if known, in words."""
-    said = f"{len(left)} to train ({done} finished)"
-    if None in (training.seconds for training in left):
-        return said + "."
-    seconds = sum(training.seconds or 0 for training in left)
-    return (
-        f"{said}: at most about {duration(seconds)} of a core, {duration(seconds / workers)} with {workers} at once, "
-        "if seconds-per-key of the grid holds here (conf/: on an AMD EPYC, Zen 4)."
-    )
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words."""
-    return f"{seconds / 60:,.0f} minutes" if seconds >= 120 else f"{math.ceil(seconds)} s"

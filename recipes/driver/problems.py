@@ -1,19 +1,16 @@
 """Small problems of state tracking and recall: train models, and report the share of right answers."""
 
-import math
 import re
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grid
 from commands import RecipeError
 from flags import as_flags, read_yaml
 from log import read_training
-from tables import markdown, write_csv
+from tables import markdown, save
 from training import Training
-
-from fairseq_fwp.cli.plot_style import PUBLISHED, colours, load_pyplot, save
 
 ALWAYS = {
     "task": "fwp_sequence_problems",
@@ -58,45 +55,27 @@ def read_runs(conf: Path, out: Path) -> list[Run]:
 
 
 def report(runs: list[Run], out: Path) -> None:
-    """Write the evaluations of all finished runs, draw the last ones, and print them as Markdown."""
+    """Write the evaluations of all finished runs, and a table of the last ones."""
     runs = [run for run in runs if run.training.is_finished()]
     if not runs:
         raise RecipeError(f"{out} must have a finished run, got none: run the stage train first.")
     heads = ("problem", "model", "seed", "updates", "accuracy")
     rows = [dict(zip(heads, (*run[:3], *found), strict=True)) for run in runs for found in run.evaluations]
-    write_csv(out / "accuracy.csv", rows)
     chances = {run.problem: run.chance for run in runs}
     last = [(run[:2], run.evaluations[-1][1]) for run in runs]
     found = {key: mean(value for other, value in last if other == key) for key, _ in last}
     names = list(dict.fromkeys(run.model for run in runs))
     rules = list(dict.fromkeys(map(rule_of, names)))
     models = sorted(names, key=lambda name: (rules.index(rule_of(name)), name))  # a rule and its options together
-    draw(chances, models, found, out / "accuracy.png")
     cells = [["a guess", *(f"{chance:.1f}" for chance in chances.values())]]
     for model in models:
         shown = (f"{found[problem, model]:.1f}" if (problem, model) in found else "-" for problem in chances)
         cells.append([model, *shown])
-    print("\n".join(markdown(["model", *chances], cells)))
+    save(out, "accuracy", rows, markdown(["model", *chances], cells))
 
 
 def rule_of(model: str) -> str:
     return model.partition(",")[0]
-
-
-def draw(chances: dict[str, float], models: list[str], found: dict[tuple[Any, ...], float], picture: Path) -> None:
-    """Draw a panel for each problem: a bar for each of its models, and a line for a guess."""
-    colour = colours(dict.fromkeys(map(rule_of, models)))
-    models = models[::-1]  # the first one at the top
-    size = (2 + 2.6 * len(chances), 1 + 0.27 * len(models))
-    figure, panels = load_pyplot().subplots(1, len(chances), figsize=size, squeeze=False, sharey=True)
-    for panel, (problem, chance) in zip(panels[0], chances.items(), strict=True):
-        values = [found.get((problem, model), math.nan) for model in models]
-        bars = panel.barh(models, values, color=[colour[rule_of(model)] for model in models])
-        panel.bar_label(bars, ["" if math.isnan(value) else f"{value:.0f}" for value in values], padding=2, fontsize=8)
-        panel.axvline(chance, color=PUBLISHED, linestyle="--")
-        panel.set(title=f"{problem} (dashed: a guess)", xlabel="right answers (%)", xlim=(0, 112))
-        panel.grid(visible=False, axis="y")
-    save(figure, picture)
 
 
 def read(confs: list[Path], recipe: Path, out: Path) -> grid.Grid:

@@ -1,8 +1,6 @@
 """Synthetic associative retrieval: grids of small trainings, and the paper's Figures 2 to 5 of their results."""
 
-import contextlib
 import itertools
-import math
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +16,9 @@ LOGGING = ["--log-format", "json", "--log-interval", "1000000"]
 
 
 class Point(NamedTuple):
-    """One training: its flags, and its seconds for each key on one core."""
+    """One training, by its flags."""
 
     flags: dict[str, str]
-    seconds_per_key: float
 
     @property
     def name(self) -> str:
@@ -36,7 +33,7 @@ class Point(NamedTuple):
 
     def training(self, common: dict[str, str], out: Path) -> Training:
         flags = [*SAVING, *as_flags(common | self.flags), *LOGGING]
-        return Training(self.name, out / self.name, flags, self.seconds_per_key * self.size)
+        return Training(self.name, out / self.name, flags)
 
 
 def read_points(paths: list[Path]) -> list[Point]:
@@ -62,28 +59,19 @@ def combinations(entry: Any) -> list[Point]:
     """Return the points of an entry. Raises ValueError unless every flag has a value or a list of values."""
     if not isinstance(entry, dict):
         raise ValueError(f"it must have flags and their values, got {entry!r}")
-    for flag in ("arch", "num-keys", "seconds-per-key"):
+    for flag in ("arch", "num-keys"):
         if flag not in entry:
             raise ValueError(f"it must have {flag}, got only {', '.join(entry)}")
     flags = {flag: value if isinstance(value, list) else [value] for flag, value in entry.items()}
     for flag, values in flags.items():
         if not values or not all(isinstance(value, str) and value for value in values):
             raise ValueError(f"{flag} must be a value or a list of values, got {entry[flag]!r}")
-    sizes = [str(number("num-keys", value, int)) for value in flags.pop("num-keys")]
+    sizes = flags.pop("num-keys")
+    for size in sizes:
+        if not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"num-keys must be a positive integer, got {size!r}")
     flags["num-keys"] = sizes  # last: sizes vary fastest
-    rate, *others = flags.pop("seconds-per-key")
-    if others:
-        raise ValueError(f"seconds-per-key must be one value, got {entry['seconds-per-key']!r}")
-    seconds = number("seconds-per-key", rate, float)
-    return [Point(dict(zip(flags, values, strict=True)), seconds) for values in itertools.product(*flags.values())]
-
-
-def number(flag: str, value: str, kind: type[int] | type[float]) -> float:
-    """Return the positive number in a text. Raises ValueError for anything else."""
-    with contextlib.suppress(ValueError):
-        if 0 < (found := kind(value)) < math.inf:
-            return found
-    raise ValueError(f"{flag} must be a positive {'integer' if kind is int else 'number'}, got {value!r}")
+    return [Point(dict(zip(flags, values, strict=True))) for values in itertools.product(*flags.values())]
 
 
 def read(confs: list[Path], recipe: Path, out: Path) -> grid.Grid:

@@ -51,12 +51,21 @@ def mean(values: Sequence[Any], digits: int = 2, none: str = "-") -> str:
     return show(statistics.mean(known), digits) + deviation if known else none
 
 
-def by_model(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each model, its seeds, by its name in a table."""
+def by_model(rows: list[dict[str, Any]], columns: dict[str, str], none: str = "-") -> list[str]:
+    """Return a table with a line for each model, mean and deviation of its seeds; columns of the rows, by head."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["model"], []).append(row)
-    return {f"{name}, {len(seeds)} seeds" if len(seeds) > 1 else name: seeds for name, seeds in groups.items()}
+    lines = []
+    for name, seeds in groups.items():
+        found = [
+            mean([row[column] for row in seeds], 1 if "per word" in head else 2, none)
+            for head, column in columns.items()
+        ]
+        size, updates, hours = seeds[0]["parameters"], seeds[0]["updates"], sum(row["hours"] for row in seeds)
+        shown = f"{name}, {len(seeds)} seeds" if len(seeds) > 1 else name
+        lines.append([shown, f"{size:,}", *found, f"{updates:,}", f"{hours:,.2f}"])
+    return markdown(["model", "parameters", *columns, "updates", "hours"], lines)
 
 
 class Run(NamedTuple):

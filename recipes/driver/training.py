@@ -87,12 +87,11 @@ def fairseq_train(flags: list[str], log: Path, label: str) -> bool:
 
 
 class Training(NamedTuple):
-    """A small training: name, folder, flags of fairseq-train, and an upper estimate of its seconds on one core."""
+    """A small training: name, folder, flags of fairseq-train."""
 
     name: str
     folder: Path
     flags: list[str]
-    seconds: float | None = None
 
     @property
     def command(self) -> list[str]:

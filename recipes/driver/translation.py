@@ -13,11 +13,17 @@ from flags import label
 from pairs import LANGUAGES, PAIRS, copy
 from prepare import SPLITS, apply_bpe, check_own, known_as, learn_bpe, preprocess, remove
 from recipe import Model, Recipe
-from tables import by_model, markdown, mean, read_run, save, show
+from tables import by_model, read_run, save
 
 SOURCE, TARGET = LANGUAGES
 OF_LANGUAGES = ("--source-lang", SOURCE, "--target-lang", TARGET)
-SCORES = ("valid_sacrebleu", "test_sacrebleu", "test_tokenised", "test_compound_split")
+# Columns of the table, by head.
+SCORES = {
+    "valid sacreBLEU": "valid_sacrebleu",
+    "test sacreBLEU": "test_sacrebleu",
+    "test tokenised": "test_tokenised",
+    "test compound-split": "test_compound_split",
+}
 
 
 class Translation(Recipe):
@@ -184,14 +190,8 @@ def read_row(model: Model) -> dict[str, object]:
 
 def table(rows: list[dict]) -> list[str]:
     """Return a line for each model, mean and deviation of its seeds."""
-    cells = []
-    for name, seeds in by_model(rows).items():
-        shown = [mean([row[score] for row in seeds], none="no raw text") for score in SCORES]
-        hours = show(sum(row["hours"] for row in seeds))
-        cells.append([name, f"{seeds[0]['parameters']:,}", *shown, f"{seeds[0]['updates']:,}", hours])
-    heads = ["model", "parameters", "valid sacreBLEU", "test sacreBLEU", "test tokenised", "test compound-split"]
     signatures = sorted({row["signature"] for row in rows} - {""})
-    return [*markdown([*heads, "updates", "hours"], cells), "", "sacreBLEU: " + ", ".join(signatures)]
+    return [*by_model(rows, SCORES, "no raw text"), "", "sacreBLEU: " + ", ".join(signatures)]
 
 
 def main(arguments: list[str]) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# State tracking (parity, S3) and recall (MQAR) on generated sequences. Trains every rule, and draws the share of right
-# answers. About twenty minutes on 2 cores.
+# State tracking (parity, S3) and recall (MQAR) on generated sequences. Trains every rule, and prints the share of
+# right answers. About twenty minutes on 2 cores.
 # --conf takes a file like conf/quick.yaml, which is the default.
 set -euo pipefail
 # shellcheck source=recipes/env.sh

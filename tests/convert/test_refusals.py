@@ -55,6 +55,7 @@ REFUSALS = [
     ("type2", {"mem_len": 4}, None, "--mem_len must be left out with absolute positions"),
     ("type24", {"same_length": True}, None, "--same_length must be left out with absolute positions"),
     ("type2", {"clamp_len": 9}, None, "--clamp_len must be at least 10 with abs.*, or -1 .*, got 9: a sma"),
+    ("type2", {"clamp_len": 1}, None, "--clamp_len must be at least 10 with abs.*, or -1 .*, got 1: a sma"),
     ("type24", {"remove_lnorm": True}, None, "--remove_lnorm must be off, got on"),
     ("type24", {}, without("pos_ff"), r"lacks layers\.0\.pos_ff\.CoreNet\.0\.weight"),
     ("type24", {}, shifted("crit.out_layers.0.weight"), "--not_tied cannot be converted"),

@@ -281,7 +281,8 @@ def test_the_state_is_the_sum_of_those_of_its_layers():
 
 
 def test_documents_are_packed_where_every_layer_takes_them():
-    for flags, packs in (({}, True), ({"softmax_layers": "1"}, False), ({"softmax_layers": "0,1"}, False)):
+    softmax = (({"softmax_layers": layers}, False) for layers in ("1", "0,1"))
+    for flags, packs in (({}, True), ({"decoder_update_rule": "delta_rnn", "sum_normalization": True}, True), *softmax):
         assert build_model("fwp_lm", **flags).decoder.packs_documents == packs
         assert not build_model("fwp_lm", **{"softmax_layers": "1", **flags}, attention_window=3).decoder.packs_documents
 

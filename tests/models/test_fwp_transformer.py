@@ -13,6 +13,7 @@ from pairwise import looped
 from small_models import build_translation as build
 from small_models import check_half_precision, random_tokens, translation_task
 
+from fairseq_fwp.models import fwp_transformer
 from fairseq_fwp.models.fwp_transformer import base_architecture
 from fairseq_fwp.models.presets import MT_PRESETS
 from fairseq_fwp.modules import layers
@@ -386,6 +387,16 @@ REFUSED = [
 def test_what_cannot_be_built_is_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         build(**flags)
+
+
+@pytest.mark.parametrize("checkpoint_activations, least", [(False, 7), (True, 0)])
+def test_layers_are_sharded_as_fairseqs(monkeypatch, checkpoint_activations, least):
+    """Of --ddp-backend fully_sharded: every layer whose activations are computed again, else large ones."""
+    asked = []
+    monkeypatch.setattr(fwp_transformer, "fsdp_wrap", lambda layer, min_num_params: asked.append(min_num_params))
+    cfg = {"checkpoint_activations": checkpoint_activations, "offload_activations": False, "min_params_to_wrap": 7}
+    fwp_transformer.wrap(torch.nn.Linear(2, 2), Namespace(**cfg))
+    assert asked == [least]
 
 
 def test_what_the_attentions_to_a_whole_sequence_are_built_with():

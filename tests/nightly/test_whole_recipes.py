@@ -19,7 +19,7 @@ ENCODER = [word.replace("decoder", "encoder") for word in SMALL]
 EVERY = ["--validate-interval-updates", "2", "--save-interval-updates", "2"]
 STEPS = ["--max-update", "4", "--warmup-updates", "1", *EVERY, "--cpu"]
 CUTOFFS = ["--adaptive-softmax-cutoff", "5,10"]
-RETRIEVAL = "- {arch: sum_retrieval, num-keys: 8, seed: [1, 2], max-update: 900, seconds-per-key: 1}\n"
+RETRIEVAL = "- {arch: sum_retrieval, num-keys: 8, seed: [1, 2], max-update: 900}\n"
 PROBLEMS = """
 seeds: [1]
 common: {arch: fwp_lm, decoder-layers: 1, decoder-embed-dim: 8, decoder-ffn-embed-dim: 8, decoder-attention-heads: 2,

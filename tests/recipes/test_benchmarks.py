@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -51,8 +52,7 @@ def test_peers_equal_the_reference(load, L, chunk):
     peers, tensors = load("peers"), example(L)
     expected = ops.delta_rule(*tensors, backend="reference")[0]
     gradients = torch.autograd.grad(expected.square().sum(), tensors)
-    chunkwise = [partial(peers.delta_chunkwise, chunk=chunk, inverse=name) for name in ("solve", "doubling")]
-    for peer in (peers.delta_loop, *chunkwise):
+    for peer in (peers.delta_loop, partial(peers.delta_chunkwise, chunk=chunk)):
         actual = peer(*tensors)
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(torch.autograd.grad(actual.square().sum(), tensors), gradients)
@@ -175,28 +175,27 @@ def test_generation_with_a_cache_in_place_is_softmax_attention(load, monkeypatch
 # One GPU.
 
 
-def run(part, folder, *flags, **environment):
-    command = [sys.executable, BENCHMARKS / "gpu.py", part, "--out", folder, *flags]
-    environment = {**os.environ, "FWP_TINY": "1", "PYTHONPATH": str(ROOT), "FWP_COMMIT": "a1b2c3d", **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+PARTS = """
+import sys, time
+from pathlib import Path
+import gpu
+gpu.FORKS.set_forkserver_preload(["gpu"])
+for part in ("measure", "models", "laws"):
+    gpu.PARTS[part](Path(sys.argv[1], f"gpu_{part}.csv"), 490, time.monotonic() + 490)
+"""
 
 
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory):
-    """FWP_CACHE_DIR with our library, and a note of its check: a rule has failed."""
-    folder, library = tmp_path_factory.mktemp("cache"), Path(load_kernels("cpu").path)
-    copy = shutil.copytree(library.parent, folder / library.parent.name)
+def out(tmp_path_factory):
+    """The results of all parts with FWP_CACHE_DIR of our library, and a note of its check: a rule has failed."""
+    folder, library = tmp_path_factory.mktemp("out"), Path(load_kernels("cpu").path)
+    copy = shutil.copytree(library.parent, folder / "cache" / library.parent.name)
     found = {"library": hashlib.sha256(library.read_bytes()).hexdigest(), "faults": {"cpu:0": {"gla_rule": "is off"}}}
     (copy / "checked.json").write_text(json.dumps(found))
-    return {"FWP_CACHE_DIR": str(folder)}
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory, checked):
-    folder = tmp_path_factory.mktemp("out")
-    for part in ("measure", "models", "laws"):
-        done = run(part, folder, **checked)
-        assert done.returncode == 0, done.stderr
+    environment = os.environ | {"FWP_TINY": "1", "FWP_COMMIT": "a1b2c3d", "FWP_CACHE_DIR": str(folder / "cache")}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{BENCHMARKS}"
+    done = subprocess.run([sys.executable, "-c", PARTS, folder], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -243,22 +242,28 @@ def test_publish(load, out, tmp_path, monkeypatch, capsys):
     assert f"| delta, fla vs delta, kernel | {SHAPE} | - | not available" in shown
 
 
-def test_without_time_all_is_named(load, checked, tmp_path):
-    assert run("measure", tmp_path, "--seconds", "0", **checked).returncode == 0
-    record = load("record").Record.read(tmp_path / "gpu_measure.csv")
-    assert "no time was left for it" in record.values(SHAPE, TRAINING, "delta, kernel")
+def test_without_time_all_is_named(load, monkeypatch, tmp_path):
+    monkeypatch.setenv("FWP_TINY", "1")
+    session = load("gpu").Session(tmp_path / "gpu_measure.csv", 0)
+    session.operators(TRAINING, ["delta"], torch.bfloat16, {})
+    assert "no time was left for it" in session.record.values(SHAPE, TRAINING, "delta, kernel")
 
 
-def test_the_cases_of_the_sanitizer_run(checked, tmp_path):
-    done = run("cases", tmp_path, **checked)
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 13, done.stderr
-    assert "(1, 2, 2100, 128, 128)" in done.stdout and "nan" not in done.stdout
+def test_the_cases_of_the_sanitizer_run(load, monkeypatch, capsys):
+    monkeypatch.setenv("FWP_TINY", "1")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "cases"])
+    load("record")
+    runpy.run_path(BENCHMARKS / "gpu.py", run_name="__main__")
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) == 13 and "(1, 2, 2100, 128, 128)" in shown and "nan" not in shown
 
 
 def test_jobs_end_in_time_and_say_why(load):
+    gpu = load("gpu")
+    assert gpu.run({"works": (int, "1")}, 60) == {}  # the server of processes is there
     jobs = {"hangs": (time.sleep, 99), "fails": (abs, "x"), "works": (int, "1")}
     found = {"hangs": "TimeoutError()", "fails": """TypeError("bad operand type for abs(): 'str'")"""}
-    assert load("gpu").run(jobs, 12, 3) == found
+    assert gpu.run(jobs, 5, 3) == found
 
 
 @pytest.mark.parametrize("index, bytes_us, flops_us", [(0, 16.5, 3.2), (1, 29, 11), (2, 173, 136), (3, 345, 381)])

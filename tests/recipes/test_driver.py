@@ -183,11 +183,11 @@ def test_ways_of_evaluation_are_those_of_the_first_pattern(tmp_path):
     path = tmp_path / "evaluation.yaml"
     assert evaluation.read_ways(path, "delta") == [evaluation.Way()]
     path.write_text(
-        "xl/*: {window: --stride 8}\n'*':\n  rms: {flags: --lr @, values: 1 2, splits: test, scores: true}\n"
+        "xl/*: {window: --stride 8}\n'*':\n  rms: {flags: --lr @, values: 1 2, splits: test, test_all: true}\n"
     )
     assert evaluation.read_ways(path, "xl/base") == [evaluation.Way("window", "--stride 8")]
     (way,) = evaluation.read_ways(path, "delta")
-    assert way == evaluation.Way("rms", "--lr @", ("test",), ("1", "2"), scores=True)
+    assert way == evaluation.Way("rms", "--lr @", ("test",), ("1", "2"), test_all=True)
     path.write_text("xl: {a: {flag: --x}}\n")
     with pytest.raises(RecipeError, match=r"the fields of an evaluation must be among flags, .*, got flag\."):
         evaluation.read_ways(path, "xl")
@@ -197,7 +197,7 @@ def test_ways_of_evaluation_are_those_of_the_first_pattern(tmp_path):
 
 @pytest.mark.parametrize("test_all", [False, True])
 def test_the_best_value_of_valid_is_used_on_test(tmp_path, monkeypatch, test_all):
-    def score(folder, path, data, split, text, flags, scores):
+    def score(folder, path, data, split, text, flags):
         made_up.result(tmp_path, path.stem, {"1": 5.0, "2": 4.0}[flags[1]])
 
     monkeypatch.setattr(evaluation, "score", score)

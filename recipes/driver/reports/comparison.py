@@ -13,7 +13,7 @@ from commands import run
 from log import read_json
 from prepare import count
 from recipe import Model
-from tables import Run, by_model, markdown, mean, read_run, save
+from tables import Run, by_model, markdown, read_run, save
 
 HEADS = {"perplexity": "ppl", "loss_base_2": "bits"}
 
@@ -37,7 +37,7 @@ def write(out: Path, models: list[Model], measure: str, text: Path | None) -> No
     rows = [{head: row.get(head, "") for head in heads} for row in rows]
     logs = [f"{model.label}={model.folder / 'train.log'}" for model in finished]
     run("fwp-plot", *logs, "--out", out / "curves.png")
-    lines = table(rows, [head for head in heads if head.startswith(("valid", "test"))])
+    lines = by_model(rows, {head: head for head in heads if head.startswith(("valid", "test"))})
     for model in finished:
         if found := attention_lengths(model.folder):
             lines += ["", f"{model.label}:", "", *found]
@@ -59,16 +59,6 @@ def read_row(model: Model, found: Run, measure: str, text: Path | None) -> dict[
 
 def per_word(result: dict[str, Any], text: Path) -> float:
     return float(2 ** (result["loss_base_2"] * result["tokens"] / count(text)))
-
-
-def table(rows: list[dict[str, Any]], measured: list[str]) -> list[str]:
-    """Return a row for each model: mean and deviation of its seeds."""
-    lines = []
-    for name, seeds in by_model(rows).items():
-        cells = [mean([row[head] for row in seeds], 1 if "per word" in head else 2) for head in measured]
-        first, hours = seeds[0], sum(row["hours"] for row in seeds)
-        lines.append([name, f"{first['parameters']:,}", *cells, f"{first['updates']:,}", f"{hours:.2f}"])
-    return markdown(["model", "parameters", *measured, "updates", "hours"], lines)
 
 
 def attention_lengths(folder: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Tables and pictures of the trained points: the paper's Figures 2 to 5, and the capacity of every rule with every map.
 
 Writes points.csv (a row for each finished point), curves.csv (each of its evaluations) and table.md (a row for all
-seeds of a model at one size). Draws the pictures that have points, and names points without a picture.
+seeds of a model at one size). Draws the pictures that have points.
 """
 
 import itertools
@@ -20,32 +20,12 @@ from log import read_training
 from retrieval import Point
 from tables import markdown, write_csv
 
-from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, PUBLISHED, load_pyplot, save
+from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, PUBLISHED, colours, load_pyplot, save
 
-# Names of the paper's models in legends; other models are named by their flags.
-LABELS = {
-    "softmax_retrieval": "softmax",
-    "sum_retrieval": "sum, ELU+1",
-    "sum_dpfp1_retrieval": "sum, DPFP-1",
-    "sum_dpfp2_retrieval": "sum, DPFP-2",
-    "sum_dpfp3_retrieval": "sum, DPFP-3",
-    "sum_favor64_retrieval": "sum, FAVOR+ 64",
-    "sum_favor128_retrieval": "sum, FAVOR+ 128",
-    "sum_favor512_retrieval": "sum, FAVOR+ 512",
-    "gated_dpfp1_retrieval": "gated, DPFP-1",
-    "decay_dpfp1_retrieval": "decay, DPFP-1",
-    "fwm_tanh_retrieval,batch-size=128,lr=1e-4": "fwm, tanh: Schlag (2021)",
-    "fwm_dpfp1_retrieval": "fwm, DPFP-1: Schlag (2021) with DPFP",
-    "delta_retrieval": "delta, ELU+1",
-    "delta_dpfp1_retrieval": "delta, DPFP-1: the paper's",
-    "delta_dpfp2_retrieval": "delta, DPFP-2",
-}
 # Flags of the data and the length of training; a model is defined by all others.
 TRAINING_FLAGS = ["num-keys", "seed", "with-replacement", "valid-length", "max-update", "stop-updates", "stop-loss"]
 # The model without a preset, whose capacity is drawn.
 BARE_ARCH = "fwp_associative_retrieval"
-# The share of black (below 0) or white in the colour of a rule, for its first model, its second, ...
-SHADES = (0, -0.45, 0.5, -0.65, 0.25)
 # The model's own; to ask it, fairseq would have to be imported.
 DEFAULTS = {"update-rule": "sum", "feature-map": "elu"}
 # The sizes whose learning curves the paper draws.
@@ -166,17 +146,10 @@ Styles = dict[str, dict[str, str]]  # label, colour and marker of each model
 
 
 def model_styles(results: list[Result]) -> Styles:
-    """Return the label, colour and marker of every model: a shade of the colour of its rule."""
-    from matplotlib.colors import to_hex, to_rgb
-
-    styles, used = {}, defaultdict(itertools.count)
-    markers = itertools.cycle(MARKERS + "*<>dp")  # so that a picture is readable without colours
-    for rule, found in group(results, lambda result: result.rule).items():
-        for model, (first, *_) in group(found, lambda result: result.model).items():
-            amount = SHADES[next(used[rule]) % len(SHADES)]
-            parts = [(1 - abs(amount)) * part + max(0, amount) for part in to_rgb(COLOURS.get(rule, PUBLISHED))]
-            styles[model] = {"label": LABELS.get(model, first.name), "color": to_hex(parts), "marker": next(markers)}
-    return styles
+    """Return the label, colour and marker of every model."""
+    names = {result.model: result.name for result in results}
+    colour, markers = colours(names.values()), itertools.cycle(MARKERS + "*<>dp")  # readable without colours, too
+    return {model: {"label": name, "color": colour[name], "marker": next(markers)} for model, name in names.items()}
 
 
 def medians(results: list[Result]) -> dict[int, float]:
@@ -221,22 +194,6 @@ def draw_curves(axes: Any, results: list[Result], styles: Styles) -> None:
     axes.set(xlabel="updates", ylabel="evaluation loss (half the squared distance)")
 
 
-def draw_ratio(axes: Any, results: list[Result], styles: Styles) -> None:
-    """Draw the loss over S / D, with D the feature dimension, and its lower bound.
-
-    All outputs for the S queries of a sequence are a matrix of rank D; the right answers are one of rank S with
-    singular values of 1. Half the squared distance is at least (S - D) / 2, and the mean over queries (1 - D / S) / 2.
-    """
-    for model, found in group(results, lambda result: result.model).items():
-        losses = medians(found)
-        axes.plot([size / found[0].feature_dim for size in losses], list(losses.values()), ms=5, **styles[model])
-    axes.axvline(1, color=PUBLISHED, ls=":")
-    ratios = [1 + step / 100 for step in range(26)]
-    least = [(1 - 1 / ratio) / 2 for ratio in ratios]
-    axes.plot(ratios, least, "--", color=PUBLISHED, label="least possible: (1 - D / S) / 2")
-    axes.set(xlabel="number of keys over number of features, S / D", ylabel="best evaluation loss, median of seeds")
-
-
 def capacity(results: list[Result]) -> dict[tuple[str, str, int], dict[float, list[Result]]]:
     """Return results by (rule, map, features), then by S / features, without presets; of several models the first."""
     blocks: dict[tuple[str, str, int], dict[float, list[Result]]] = {}
@@ -254,7 +211,7 @@ def held(size: int, loss: float) -> int:
     return round(max(0, size * (1 - 2 * loss)))
 
 
-def draw_capacity(axes: Any, results: list[Result]) -> Any:
+def draw_capacity(axes: Any, results: list[Result]) -> None:
     """Draw a row for each rule and a block for each map, by S / feature dimension: loss and answered keys."""
     cells = capacity(results)
     rules = list(dict.fromkeys(rule for rule, *_ in cells))
@@ -281,19 +238,18 @@ def draw_capacity(axes: Any, results: list[Result]) -> Any:
         axes.axvline(start + sum(ratio <= 1 for ratio in ratios) - 0.5, color="white", lw=1.5)
     for ticks in (axes, above):
         ticks.tick_params(length=0)
-    return image
+    axes.figure.colorbar(image, label="best evaluation loss", pad=0.01)
 
 
 class Picture(NamedTuple):
-    """A picture and its points: draw_on(axes, results, *given) returns an image if it needs a colour bar."""
+    """A picture and its points: draw_on(axes, results, *given)."""
 
     name: str
     title: str
-    draw_on: Callable[..., Any]
+    draw_on: Callable[..., None]
     results: list[Result]
     given: tuple[Any, ...] = ()
-    log: bool = False
-    size: tuple[float, float] = (8.4, 4.8)
+    scale: str = "linear"  # of losses
 
 
 def plan_pictures(results: list[Result], published: dict[str, Any]) -> list[Picture]:
@@ -303,61 +259,34 @@ def plan_pictures(results: list[Result], published: dict[str, Any]) -> list[Pict
     cells = [result for block in capacity(first).values() for cell in block.values() for result in cell]
     named = [result for result in first if not result.is_bare or not result.feature_dim]
     near, far = ([r for r in named if (r.point.size == FIGURE_4_SIZE) == is_far] for is_far in (False, True))
-    ratio = [result for result in near if result.feature_dim and "favor" not in result.model]
     early = [result for result in second if result.point.size == FIGURE_3_SIZE]
-    title = f"Figure 3: setting 2, {FIGURE_3_SIZE} keys, {2 * FIGURE_3_SIZE} pairs; one line per seed"
     one, two = model_styles(named), model_styles(second)
-    dotted = "dotted: numbers of features"
+    theirs = published["setting 1"], published["setting 2"]
+    dotted, seeds = "dotted: numbers of features", f"{FIGURE_3_SIZE} keys, {2 * FIGURE_3_SIZE} pairs; one line per seed"
     planned = [
-        Picture("figure2", f"Figure 2: setting 1; {dotted}", draw_losses, near, (one, published["setting 1"])),
-        Picture("ratio", "Setting 1: D features hold at most D keys", draw_ratio, ratio, (one,)),
-        Picture("figure3", title, draw_curves, early, (two,), log=True),
+        Picture("figure2", f"Figure 2: setting 1; {dotted}", draw_losses, near, (one, theirs[0])),
+        Picture("figure3", f"Figure 3: setting 2, {seeds}", draw_curves, early, (two,), "log"),
         Picture("figure4", f"Figure 4: setting 1, {FIGURE_4_SIZE} keys", draw_curves, far, (one,)),
-        Picture(
-            "figure5",
-            f"Figure 5: setting 2, 2 S pairs; {dotted}",
-            draw_losses,
-            second,
-            (two, published["setting 2"]),
-            log=True,
-        ),
-        Picture(
-            "capacity",
-            "Setting 1, every rule with every map: keys that are held, of S",
-            draw_capacity,
-            cells,
-            size=(12, 3.4),
-        ),
+        Picture("figure5", f"Figure 5: setting 2, 2 S pairs; {dotted}", draw_losses, second, (two, theirs[1]), "log"),
+        Picture("capacity", "Setting 1, every rule with every map: keys that are held, of S", draw_capacity, cells),
     ]
     return [picture for picture in planned if picture.results]
 
 
 def draw(picture: Picture, out: Path) -> None:
     """Draw a picture into its file."""
-    figure, axes = load_pyplot().subplots(figsize=picture.size)
-    image = picture.draw_on(axes, picture.results, *picture.given)
+    figure, axes = load_pyplot().subplots(figsize=(12, 3.4) if picture.name == "capacity" else (8.4, 4.8))
+    picture.draw_on(axes, picture.results, *picture.given)
     axes.set_title(picture.title)
-    if picture.log:
-        axes.set_yscale("log")
-    if image:
-        figure.colorbar(image, label="best evaluation loss", pad=0.01)
-    else:
+    if axes.get_legend_handles_labels()[0]:
+        axes.set_yscale(picture.scale)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, out / f"{picture.name}.png")
     print(out / f"{picture.name}.png")
 
 
-def why_not_drawn(result: Result) -> str:
-    """Return the reason why a point is not in a picture."""
-    if not isfinite(result.best):
-        return "none of its evaluations is a number"
-    if "valid-length" in result.point.flags:
-        return "its evaluations have another number of pairs"
-    return "its cell of capacity.png has a model with other flags"
-
-
 def write(recipe: Path, points: list[Point], common: dict[str, str], out: Path) -> None:
-    """Write everything, and name points without a picture. Raises RecipeError if no point is finished."""
+    """Write everything. Raises RecipeError if no point is finished."""
     results = read_results(points, common, out)
     if not results:
         raise RecipeError(f"{out} must have a finished point of these grids, got none: run the stage train first.")
@@ -368,9 +297,5 @@ def write(recipe: Path, points: list[Point], common: dict[str, str], out: Path) 
     pictures = plan_pictures(results, published)
     for picture in pictures:
         draw(picture, out)
-    drawn = {result.point.name for picture in pictures for result in picture.results}
-    for result in results:
-        if result.point.name not in drawn:
-            print(f"not drawn: {result.point.name}: {why_not_drawn(result)}; it is in points.csv.")
     if left := len(points) - len(results):
-        print(f"not drawn: {left} points that are not finished; the stage plan names them.")
+        print(f"{left} points are not finished; the stage plan names them.")
