@@ -187,7 +187,7 @@ def main() -> None:
             last = {row["name"]: row for row in csv.DictReader(file)}
     end, failed = time.monotonic() + 60 * args.minutes, 0
     commit = subprocess.run(["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", f":!{RESULTS}"]
+    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", f":!{RESULTS.relative_to(ROOT)}"]
     commit += "-dirty" * subprocess.run(changed, cwd=ROOT).returncode
     with tempfile.TemporaryDirectory() as folder, RESULTS.open("a", encoding="utf-8", newline="") as file:
         every = parts(Path(folder), last).items()

@@ -181,7 +181,7 @@ from pathlib import Path
 import gpu
 gpu.FORKS.set_forkserver_preload(["gpu"])
 for part in ("measure", "models", "laws"):
-    gpu.PARTS[part](Path(sys.argv[1], f"gpu_{part}.csv"), 490, time.monotonic() + 490)
+    gpu.PARTS[part](Path(sys.argv[1], f"gpu_{part}.csv"), 3600, time.monotonic() + 3600)
 """
 
 
