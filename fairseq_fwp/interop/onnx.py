@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..ops import convolution
 from ..ops.fast_weights import Inputs, reference_of
 from ..ops.rule import Rule
 from ..ops.rules import RULES
@@ -43,16 +44,11 @@ class _Reader(nn.Module):
         leaves, self.structure = pytree.tree_flatten(state)
         self.is_tensor = [x is not None for x in leaves]
 
-    def tensors_of(self, state: Any) -> list[Tensor]:
-        """Return the tensors of a state, without the mask of padding that a graph would add: it reads no padding."""
-        leaves = pytree.tree_leaves(state)
-        return [x for x, is_tensor in zip(leaves, self.is_tensor, strict=True) if is_tensor]
-
     def forward(self, tokens: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if is_tensor else None for is_tensor in self.is_tensor]
         x, state = self.decoder.step(tokens, pytree.tree_unflatten(leaves, self.structure), 0)
-        return self.decoder.adaptive_softmax.get_log_prob(x, None), *self.tensors_of(state)
+        return self.decoder.adaptive_softmax.get_log_prob(x, None), *_tensors(state)
 
 
 def to_onnx(decoder: Any) -> tuple[Any, list[Entry], bool]:
@@ -62,18 +58,27 @@ def to_onnx(decoder: Any) -> tuple[Any, list[Entry], bool]:
     RuntimeError: a part of it has no form in ONNX.
     """
     tokens = torch.full((2, 3), decoder.padding_idx + 1)
-    with torch.no_grad():
-        start = decoder.step(tokens[:, :0], None, 0)[1]
-        reader, state = _Reader(decoder, start), decoder.step(tokens, None, 0)[1]
-        names = [pytree.keystr(path).strip(".") for path, x in pytree.tree_flatten_with_path(start)[0] if x is not None]
-        entries = [
-            Entry(name, str(x.dtype).removeprefix("torch."), [1, *x.shape[1:]], _growing(x, after))
-            for name, x, after in zip(names, reader.tensors_of(start), reader.tensors_of(state), strict=True)
-        ]
-        try:
-            return _export(reader, tokens, reader.tensors_of(state), entries, many=True), entries, True
-        except (RuntimeError, ValueError):  # a loop over tokens, or a rule without such an operator
-            return _export(reader, tokens[:, :1], reader.tensors_of(state), entries, many=False), entries, False
+    decoder.reads_padding = False
+    try:
+        with torch.no_grad():
+            start, after = (decoder.step(part, None, 0)[1] for part in (tokens[:, :0], tokens))
+            reader, entries = _Reader(decoder, start), _entries(start, after)
+            try:
+                return _export(reader, tokens, after, entries, many=True), entries, True
+            except (RuntimeError, ValueError):  # a loop over tokens, or a rule without such an operator
+                return _export(reader, tokens[:, :1], after, entries, many=False), entries, False
+    finally:
+        decoder.reads_padding = True
+
+
+def _entries(start: Any, after: Any) -> list[Entry]:
+    """Describe the tensors of the state before the first token; after: the state after some."""
+    pairs = zip(pytree.tree_flatten_with_path(start)[0], pytree.tree_leaves(after), strict=True)
+    return [
+        Entry(pytree.keystr(path).strip("."), str(x.dtype).removeprefix("torch."), [1, *x.shape[1:]], _growing(x, y))
+        for (path, x), y in pairs
+        if x is not None
+    ]
 
 
 def _growing(start: Tensor, after: Tensor) -> int | None:
@@ -84,11 +89,15 @@ class _OneToken(RuntimeError):
     """A rule has no operator for several tokens in ONNX."""
 
 
-def _export(reader: _Reader, tokens: Tensor, tensors: list[Tensor], entries: list[Entry], many: bool) -> Any:
+def _tensors(state: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(state) if x is not None]
+
+
+def _export(reader: _Reader, tokens: Tensor, state: Any, entries: list[Entry], many: bool) -> Any:
     batch, length, seen = map(torch.export.Dim, ("batch", "length", "seen"))
     of_state = tuple({0: batch} | ({entry.grows: seen} if entry.grows else {}) for entry in entries)
     shapes = ({0: batch} | ({1: length} if many else {}), of_state)
-    program = torch.export.export(reader, (tokens, *tensors), dynamic_shapes=shapes, strict=False)
+    program = torch.export.export(reader, (tokens, *_tensors(state)), dynamic_shapes=shapes, strict=False)
     program = program.run_decompositions(_translations())
     names = [entry.name for entry in entries]
     return torch.onnx.export(
@@ -103,7 +112,10 @@ def _export(reader: _Reader, tokens: Tensor, tensors: list[Tensor], entries: lis
 
 def _translations() -> dict[Any, Callable[..., Any]]:
     """Return what stands for our operators in a graph: an operator of ONNX Runtime, or the definition for one token."""
-    found: dict[Any, Callable[..., Any]] = {torch.ops.fwp.fast_weights.default: _linear_attention}
+    found: dict[Any, Callable[..., Any]] = {
+        torch.ops.fwp.fast_weights.default: _linear_attention,
+        torch.ops.fwp.causal_conv1d.default: convolution._definition,
+    }
     for rule in RULES:
         if rule.family is None:
             found[getattr(torch.ops.fwp, rule.name).default] = partial(_one_token, rule)

@@ -122,11 +122,13 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     packs_documents: whether `first` can be given, so that a segment holds several documents;
     carries_state: whether the size of the state has a bound;
     half_loss: whether training scores only the second half of a segment;
+    reads_padding: whether tokens may be padding: a graph for another library can do without its masks;
     needs_state: flags without effect if no state is carried over segments, and what happens then.
     """
 
     packs_documents = False
     half_loss = False
+    reads_padding = True
     carries_state: bool
 
     def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
@@ -253,7 +255,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
             x = self.dropout(x)
             # A compiled graph, and a transform of torch.func, take one path for all inputs.
             one_path = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-            mask = padding if one_path or padding.any() else None
+            mask = padding if self.reads_padding and (one_path or padding.any()) else None
             for index, layer in enumerate(self.layers):
                 if self.layer_positions is not None:
                     x = x + self.layer_positions[index](positions).to(x.dtype)
