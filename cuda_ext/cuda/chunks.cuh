@@ -209,7 +209,7 @@ struct ChunkPass {
   FWP_DEVICE void bring(const Brought& from, const char* start, int64_t n, int first, int limit, int width, const To& to,
                         int column, int thread, int threads) const {
     using T = typename To::Number;
-    constexpr int per_piece = 16 / sizeof(T);
+    constexpr int per_piece = kOf16Bytes<T>;
     const T* const data = in_global_memory(reinterpret_cast<const T*>(start)) + n * kChunkTokens * from.token + first;
     const int tokens = from.data ? count(n) : 0, pieces = width / per_piece;
     FWP_UNROLL_BY(1) for (int at = thread; at < kChunkTokens * pieces; at += threads) {
@@ -219,8 +219,10 @@ struct ChunkPass {
         const bool inside = t < tokens && first + i < limit;
         copy_later(target, inside ? data + t * from.token + i : data, inside);
       } else {
-        FWP_UNROLL_BY(1) for (int e = 0; e < per_piece; ++e)
-          target[e] = t < tokens && first + i + e < limit ? data[t * from.token + i + e] : T{};
+        Wide<T> piece;  // no load waits for another
+        FWP_UNROLL for (int e = 0; e < per_piece; ++e)
+          piece.x[e] = t < tokens && first + i + e < limit ? data[t * from.token + i + e] : T{};
+        *reinterpret_cast<Wide<T>*>(target) = piece;
       }
     }
   }

@@ -2,7 +2,7 @@
 // one fiber per thread and its own definitions instead of the first half of this file.
 #pragma once
 
-#include "gpu.h"
+#include "launchers.h"
 
 #ifdef __CUDACC__
 

@@ -1,158 +1,153 @@
-// Shared by the functions of launchers.h: the launch of a scan and its arguments.
+// The passes of a rule: on tensor cores, or its scans.
 #pragma once
 
-#include <cstdarg>
-#include <cstdio>
-#include <type_traits>
-
-#include "choose.h"
-#include "launchers.h"
-#include "scan.cuh"
+#include "launch_chunks.cuh"
 
 namespace fwp::cuda {
 
-// At least. Without this number, ptxas spills registers in favor of more blocks than are useful.
-template <typename Scan, int kColumns>
-constexpr int blocks_per_multiprocessor() {
-  if (sizeof(typename Scan::Number) == 8 || Scan::Arrays::parts().row_outputs > 0) return 2;
-  return kColumns == kWide.columns ? 3 : 4;
-}
-
-template <typename Scan, int kRows, int kColumns>
-__global__ void __launch_bounds__(kThreadsPerBlock, (blocks_per_multiprocessor<Scan, kColumns>()))
-    scan_kernel(const Scan scan) {
-  scan.template run<kRows, kColumns>();
-}
-
 namespace detail {
 
-inline const char* say(const char* format, ...) {
-  static thread_local char text[256];
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(text, sizeof text, format, arguments);
-  va_end(arguments);
-  return text;
-}
-
-// Null if the kernels support these sizes.
-inline const char* check(const Sizes& size) {
-  if (size.Dk > kGreatestSize || size.Dv > kGreatestSize)
-    return say("the CUDA kernels take keys and values of up to %lld elements, got Dk = %lld and Dv = %lld",
-               (long long)kGreatestSize, (long long)size.Dk, (long long)size.Dv);
-  return nullptr;
-}
-
-inline const char* check_blocks(int64_t blocks) {
-  if (blocks > 0x7fffffff) return say("%lld blocks are more than CUDA launches at once", (long long)blocks);
-  return nullptr;
-}
-
-inline ShapeSize tile_of(Shape shape) {
-  if (shape == Shape::tall) return kTall;
-  return shape == Shape::wide ? kWide : shape == Shape::medium ? kMedium : kNarrow;
-}
-
-// Call f(rows, columns), integral constants, with the tile of a scan.
-template <typename A, bool sums_columns, typename F>
-const char* with_tile(Shape shape, F f) {
-  if (shape == Shape::tall)
-    return f(std::integral_constant<int, kTall.rows>{}, std::integral_constant<int, kTall.columns>{});
-  if constexpr (sizeof(A) < 8)
-    if (shape == Shape::wide)
-      return f(std::integral_constant<int, kWide.rows>{}, std::integral_constant<int, kWide.columns>{});
-  if constexpr (sizeof(A) < 8 && sums_columns)
-    if (shape == Shape::medium)
-      return f(std::integral_constant<int, kMedium.rows>{}, std::integral_constant<int, kMedium.columns>{});
-  return f(std::integral_constant<int, kNarrow.rows>{}, std::integral_constant<int, kNarrow.columns>{});
-}
-
-// Launch a scan, which has its plan.
-template <int kRows, int kColumns, typename Scan>
-const char* launch_planned(Scan scan, const ScanNeeds& needs, const Gpu& gpu, void* stream) {
-  const size_t bytes = shared_bytes(needs, scan.plan);
-  if (bytes > gpu.shared_bytes)
-    return say("a state of %d x %d in %s takes %zu KiB of shared memory here, of which this GPU has %zu KiB for a block; "
-               "use float32, smaller heads or the reference",
-               scan.size.rows, scan.size.columns, needs.number == 8 ? "float64" : "float32", (bytes + 1023) / 1024,
-               gpu.shared_bytes / 1024);
-  const int64_t blocks = (scan.size.heads + scan.plan.teams - 1) / scan.plan.teams * scan.plan.slabs;
-  if (const char* error = check_blocks(blocks)) return error;
-  scan.arrays.set_pieces(scan.size, kColumns * scan.plan.groups);
-  return launch_kernel(scan_kernel<Scan, kRows, kColumns>, gpu, blocks, scan.plan.threads(), bytes, stream, scan);
-}
-
-// Launch a scan that keeps only tokens in shared memory.
-template <typename Scan>
-const char* launch_scan(Scan scan, void* stream) {
-  using A = typename Scan::Number;
-  Gpu gpu;
-  if (const char* error = query(&gpu)) return error;
-  const Shape shape = choose_shape<A>(scan.size, gpu);
-  const ScanNeeds needs{tile_of(shape), Scan::Arrays::parts(), sizeof(A), 0, 0};
-  scan.plan = choose_plan(scan.size, needs, gpu);
-  return with_tile<A, false>(shape, [&](auto rows, auto columns) {
-    return launch_planned<rows(), columns()>(scan, needs, gpu, stream);
-  });
-}
-
-// Makes the arguments of scans from those of the launchers.
-template <typename A>
-struct Maker {
-  using Number = A;
-  const Call& call;
-  const Sizes& size = call.size;
-  static constexpr Type kState = sizeof(A) == 8 ? Type::float64 : Type::float32;
-
-  ScanSize along_keys() const { return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv), call.first}; }
-  ScanSize along_values() const { return {size.B * size.H, size.H, size.L, int(size.Dv), int(size.Dk), call.first}; }
-
-  // A contiguous array of `width` numbers per token, in the state's type.
-  Input scratch(const void* x, int64_t width) const {
-    return {x, size.H * size.L * width, size.L * width, width, kState};
+constexpr Fades fades_of(Rule rule) {
+  switch (rule) {
+    case Rule::sum: case Rule::delta: return Fades::kNothing;
+    case Rule::gated: case Rule::gated_delta: return Fades::kHead;
+    case Rule::decay: return Fades::kKeyAndValue;
+    default: return Fades::kKey;
   }
-  static Output raw(void* x) { return {x, kState}; }
-
-  template <typename T>
-  auto matrix(T* x) const {
-    using Number = std::conditional_t<std::is_const_v<T>, const A, A>;
-    return Matrices<Number>{static_cast<Number*>(x), size.Dk * size.Dv, size.Dv, 1};
+}
+constexpr Erases erases_of(Rule rule) {
+  switch (rule) {
+    case Rule::delta: case Rule::gated_delta: case Rule::gated_delta_by_key: return Erases::kKey;
+    case Rule::removal: return Erases::kRemoval;
+    default: return Erases::kNothing;
   }
-  Matrices<const A> transposed(const void* x) const {
-    return {static_cast<const A*>(x), size.Dk * size.Dv, 1, size.Dv};
-  }
-};
-
-// Call f(Maker) in the type of the computation. Do nothing if there is nothing to compute.
-template <typename F>
-const char* with_maker(const Call& call, F f) {
-  if (const char* error = check(call.size)) return error;
-  if (call.size.B * call.size.H == 0) return nullptr;
-  return call.type == Type::float64 ? f(Maker<double>{call}) : f(Maker<float>{call});
 }
 
-inline size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
-inline size_t state_bytes(Type type) { return type == Type::float64 ? 8 : 4; }
-inline size_t bytes_of_tokens(const Sizes& size, Type type, int64_t width) {
-  return aligned(size_t(size.B * size.H * size.L * width) * state_bytes(type));
-}
+// A rule, and the kernels that it needs.
+template <Rule rule>
+struct Kernels {
+  static constexpr Fades kFades = fades_of(rule);
+  static constexpr Erases kErases = erases_of(rule);
+  static constexpr bool kDecays = kFades != Fades::kNothing, kByHead = kFades == Fades::kHead;
+  static constexpr bool kByKey = kFades == Fades::kKey, kErasesKey = kErases == Erases::kKey;
+  static constexpr bool kHasChunks = rule != Rule::decay && rule != Rule::removal;
 
-// Consecutive arrays of the workspace.
-class Workspace {
- public:
-  Workspace(const Call& call) : call_(call), next_(static_cast<char*>(call.workspace)) {}
-  // `width` numbers per token, in the state's type.
-  void* tokens(int64_t width) { return take(bytes_of_tokens(call_.size, call_.type, width)); }
-  // So many bytes, a result of aligned().
-  void* take(size_t bytes) {
-    void* const found = next_;
-    next_ += bytes;
-    return found;
+  // Whether a pass is in chunks. With decays both are or none. Without, the forward pass leaves nothing that depends on it, and
+  // documents have no chunks.
+  static bool in_chunks(const Call& call, const Gpu& gpu, bool is_backward) {
+    const ScanSize size = scan_size(call);
+    if constexpr (!kHasChunks) return false;
+    else if constexpr (kByKey) return choose_chunk_keys<kErasesKey>(size, call.type, gpu);
+    else if (!kDecays && call.first) return false;
+    else if (!kDecays && !is_backward) return choose_chunks(size, call.type);
+    else return choose_chunks_backward<kErasesKey, kDecays>(size, call.type, gpu);
   }
 
- private:
-  const Call& call_;
-  char* next_;
+  static size_t workspace(const Call& call, bool is_backward) {
+    Gpu gpu;
+    if (query(&gpu)) return 0;  // the launch reports the error
+    if constexpr (kHasChunks)
+      if (in_chunks(call, gpu, is_backward)) {
+        if constexpr (kByKey) return chunk_keys_workspace<kErasesKey>(call, is_backward);
+        else return chunk_workspace<kErasesKey, kDecays>(call, is_backward);
+      }
+    size_t bytes = 0;
+    if (is_backward)
+      with_number(call, [&](auto zero) -> const char* {
+        using Scan = RecurrentBackward<decltype(zero), kFades, kErases>;
+        const ScanSize size = scan_size(call);
+        bytes = ScanMemory<Scan>(size, plan_backward<Scan>(size, gpu), nullptr).bytes;
+        return nullptr;
+      });
+    return bytes;
+  }
+
+  // The inputs that both scans have.
+  template <typename Scan>
+  static void set_inputs(Scan& scan, const Call& call, const Inputs& in) {
+    scan.size = scan_size(call);
+    scan.arrays.row(Scan::kKey) = in.k;
+    scan.arrays.row(Scan::kQuery) = in.q;
+    scan.arrays.scalars[Scan::kRate] = in.rate;
+    if constexpr (kByHead) scan.arrays.scalars[Scan::kHeadDecay] = in.head_decay;
+    if constexpr (fades_by_key(kFades)) scan.arrays.row(Scan::kKeyDecay) = in.key_decay;
+    if constexpr (kFades == Fades::kKeyAndValue) scan.arrays.column(Scan::kValueDecay) = in.value_decay;
+    if constexpr (kErases == Erases::kRemoval) {
+      scan.arrays.row(Scan::kRemovalKey) = in.removal_key;
+      scan.arrays.row(Scan::kRemoval) = in.removal;
+    }
+    scan.initial = matrices<typename Scan::Number>(in.state, call.size);
+  }
+
+  static const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
+    Gpu gpu;
+    if (const char* error = query(&gpu)) return error;
+    if constexpr (kHasChunks)
+      if (in_chunks(call, gpu, false)) {
+        if constexpr (kByKey) return chunk_keys_forward<kErasesKey>(call, in, to, gpu);
+        else return chunk_forward<kErasesKey, kDecays>(call, in, to, gpu);
+      }
+    return with_number(call, [&](auto zero) {
+      using A = decltype(zero);
+      using Scan = RecurrentForward<A, kFades, kErases>;
+      Scan scan{};
+      set_inputs(scan, call, in);
+      scan.arrays.column(Scan::kValue) = in.v;
+      scan.last = matrices<A>(to.state, call.size), scan.kept = matrices<A>(to.kept, call.size);
+      scan.arrays.outputs[Scan::kOut] = to.out;
+      if constexpr (kErases != Erases::kNothing) scan.arrays.outputs[Scan::kRetrieved] =
+            Output{to.retrieved, state_type(call.type)};
+      return launch_scan(scan, gpu, call.stream);
+    });
+  }
+
+  static const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+    Gpu gpu;
+    if (const char* error = query(&gpu)) return error;
+    if constexpr (kHasChunks)
+      if (in_chunks(call, gpu, true)) {
+        if constexpr (kByKey) return chunk_keys_backward<kErasesKey>(call, in, more, to, gpu);
+        else return chunk_backward<kErasesKey, kDecays>(call, in, more, to, gpu);
+      }
+    return with_number(call, [&](auto zero) {
+      using A = decltype(zero);
+      using Scan = RecurrentBackward<A, kFades, kErases>;
+      const Sizes& size = call.size;
+      const Tokens& error = kErasesKey ? more.retrieved : in.v;
+      Scan scan{};
+      set_inputs(scan, call, in);
+      const BackwardPlan by = plan_backward<Scan>(scan.size, gpu);
+      const ScanMemory<Scan> memory(scan.size, by, call.workspace);
+      scan.arrays.column(Scan::kDOut) = more.d_out;
+      scan.arrays.column(Scan::kError) = error;
+      scan.arrays.outputs[Scan::kDV] = to.v;
+      scan.arrays.outputs[Scan::kDWrite] = Output{memory.d_write, state_type(call.type)};
+      if constexpr (Scan::kByValue) scan.arrays.outputs[Scan::kDValueDecay] = to.value_decay;
+      scan.kept = matrices<A>(more.kept, size);
+      scan.d_last = matrices<A>(more.d_state, size), scan.d_first = matrices<A>(to.state, size);
+      Target rows[Scan::Arrays::parts().row_outputs] = {to.q, to.k};
+      if constexpr (kDecays) rows[Scan::kDDecay] = kByHead ? Target{memory.d_decay, state_type(call.type)} : to.key_decay;
+      if constexpr (Scan::kRemoves) {
+        scan.arrays.column(Scan::kFound) = more.retrieved;
+        rows[Scan::kDRemovalKey] = to.removal_key, rows[Scan::kDRemoval] = to.removal;
+      }
+      const char* text = nullptr;
+      if constexpr (!kDecays) {  // rebuild the states from what was written
+        using States = RecurrentForward<A, Fades::kNothing, Erases::kNothing>;
+        States states{scan.size, {}, {{in.k, in.k, error}, {in.rate}}, scan.initial};
+        states.kept = matrices<A>(memory.kept, size);
+        text = launch_scan(states, gpu, call.stream);
+        scan.kept = matrices<A>(static_cast<const A*>(memory.kept), size);
+      }
+      if (!text) text = launch_backward(scan, by, memory, gpu, rows, call.stream);
+      const auto sum = [&](const A* x, const Tokens& y, int64_t width, const Target& out) -> const char* {
+        if (!out.data) return nullptr;
+        return launch_sums(TokenSums<A>{x, y, size.H, size.L, size.B * size.H * size.L, int(width), out}, call.stream);
+      };
+      if (!text) text = sum(memory.d_write, error, size.Dv, to.rate);
+      return text || !kByHead ? text : sum(memory.d_decay, {}, size.Dk, to.head_decay);
+    });
+  }
 };
 
 }  // namespace detail

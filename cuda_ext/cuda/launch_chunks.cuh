@@ -1,10 +1,12 @@
-// The passes on the tensor cores: of the sum and the delta rule, without decays or with decays by head.
+// The passes on the tensor cores: of the sum and the delta rule, without decays, with decays by head, or by key.
 #pragma once
 
 #include "chunk_backward.cuh"
 #include "chunk_forward.cuh"
+#include "chunk_key_gradients.cuh"
+#include "chunk_key_states.cuh"
 #include "chunk_segments.cuh"
-#include "launch.cuh"
+#include "launch_recurrent.cuh"
 
 namespace fwp::cuda {
 
@@ -60,11 +62,6 @@ const char* launch_chunks(const Pass& pass, const Gpu& gpu, void* stream) {
   return launch_kernel(chunk_kernel<Pass>, gpu, blocks, pass.warps * kWarp, chunk_bytes(pass), stream, pass);
 }
 
-inline ScanSize chunk_size(const Sizes& size, const bool* first = nullptr) {
-  return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv), first};
-}
-inline ScanSize chunk_size(const Call& call) { return chunk_size(call.size, call.first); }
-
 template <int kRows, bool kErases, bool kFades>
 ChunkBackward<kRows, kErases, kFades> sized_backward(const ScanSize& size) {
   ChunkBackward<kRows, kErases, kFades> pass{};
@@ -88,20 +85,14 @@ bool choose_chunks_backward(const ScanSize& size, Type type, const Gpu& gpu) {
 
 // Memory for the states between segments; empty if there is one segment.
 template <int kRows>
-struct SegmentMemory {
-  char* next;
+struct SegmentMemory : DeviceMemory {
   float *ends, *boundaries;
 
   template <typename Pass>
-  SegmentMemory(const Pass& pass, void* from) : next(static_cast<char*>(from)) {
+  SegmentMemory(const Pass& pass, void* from) : DeviceMemory{static_cast<char*>(from)} {
     const int64_t sequences = pass.log_segments > 0 ? pass.size.heads * pass.segments() : 0;
-    ends = take(sequences * pass.ends_columns() * kRows);
-    boundaries = take(sequences * pass.size.columns * kRows);
-  }
-  float* take(int64_t count) {
-    float* const found = reinterpret_cast<float*>(next);
-    next += aligned(size_t(count) * sizeof(float));
-    return found;
+    ends = take<float>(sequences * pass.ends_columns() * kRows);
+    boundaries = take<float>(sequences * pass.size.columns * kRows);
   }
   Matrices<const float> matrices(const ScanSize& size) const { return {boundaries, int64_t(size.columns) * kRows, 1, kRows}; }
 
@@ -126,15 +117,14 @@ struct SegmentMemory {
 
 // Device memory in bytes. Forward: ends and boundaries of segments. Backward: also the states before each chunk.
 template <bool kErases, bool kFades>
-size_t chunk_workspace(const Sizes& sizes, Type type, bool is_backward) {
-  const ScanSize size = chunk_size(sizes);
-  if (!(is_backward ? choose_chunks_backward(size, type) : choose_chunks(size, type))) return 0;
+size_t chunk_workspace(const Call& call, bool is_backward) {
+  const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
     const auto pass = sized_backward<kRows, kErases, kFades>(size);
-    const size_t segments = reinterpret_cast<size_t>(SegmentMemory<kRows>(pass, nullptr).next);
-    const size_t states = kFades ? 0 : size_t(size.heads * pass.chunks() * pass.block_columns() * kRows);
-    return segments + is_backward * states * sizeof(Bfloat16);
+    SegmentMemory<kRows> memory(pass, nullptr);
+    if (is_backward && !kFades) memory.template take<Bfloat16>(size.heads * pass.chunks() * pass.block_columns() * kRows);
+    return size_t(memory.next);
   });
 }
 
@@ -160,11 +150,8 @@ const char* find_boundaries(Pass ends, const SegmentMemory<kRows>& memory, const
 }
 
 template <bool kErases, bool kFades>
-const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to) {
-  const Maker<float> make{call};
-  const ScanSize size = chunk_size(call);
-  Gpu gpu;
-  if (const char* error = query(&gpu)) return error;
+const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
+  const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) -> const char* {
     constexpr int kRows = decltype(rows)::value;
     const auto fill = [&](auto& pass) {
@@ -175,7 +162,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
     ChunkForward<kRows, kErases, kFades> pass{};
     fill(pass);
     set_columns(pass, size.columns, gpu);
-    pass.initial = make.matrix(in.state);
+    pass.initial = matrices<float>(in.state, call.size);
     pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     if (pass.log_segments > 0) {
@@ -200,8 +187,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
 template <bool kErases, bool kFades>
 const char* chunk_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
                            const Gpu& gpu) {
-  const Maker<float> make{call};
-  const ScanSize size = chunk_size(call);
+  const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) -> const char* {
     constexpr int kRows = decltype(rows)::value;
     const Tokens& value = kErases ? more.retrieved : in.v;
@@ -213,7 +199,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     auto pass = sized_backward<kRows, kErases, kFades>(size);
     fill(pass);
     const SegmentMemory<kRows> memory(pass, call.workspace);
-    pass.d_last = make.matrix(more.d_state), pass.d_initial = static_cast<float*>(to.state);
+    pass.d_last = matrices<float>(more.d_state, call.size), pass.d_initial = static_cast<float*>(to.state);
     pass.d_q = to.q, pass.d_k = to.k, pass.d_v = to.v, pass.d_rate = to.rate, pass.d_decay = to.head_decay;
     const bool in_segments = pass.log_segments > 0;
     if constexpr (kFades) {
@@ -222,7 +208,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
       const auto ends = make_states<kRows, kErases>(size, in.k, value, in, gpu);
       auto before = ends;
       before.warps = pass.warps, before.slabs = pass.slabs;  // it writes the states as `pass` reads them
-      before.initial = make.matrix(in.state);
+      before.initial = matrices<float>(in.state, call.size);
       pass.states = before.states = reinterpret_cast<Bfloat16*>(memory.next);
       if (in_segments) {
         const char* const error = find_boundaries(ends, memory, before.initial, Transition::one, false, gpu, call.stream);
@@ -246,6 +232,151 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
       pass.d_last = memory.matrices(size);
     }
     return launch_chunks(pass, gpu, call.stream);
+  });
+}
+
+// Decays by key.
+
+template <typename Pass>
+void set_keys(Pass& pass, const ScanSize& size, const Inputs& in) {
+  set_size(pass, size);
+  pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows};
+  pass.rate = {in.rate, 1}, pass.decay = {in.key_decay, size.rows};
+}
+
+// A pass with a block for each chunk.
+template <typename Pass>
+Pass make_of_chunks(const ScanSize& size, const Inputs& in) {
+  Pass pass{};
+  set_keys(pass, size, in);
+  pass.log_segments = 0, pass.chunks_of_segment = 1;
+  pass.slabs = int(pass.chunks()), pass.warps = Pass::kWarps;
+  return pass;
+}
+
+// A result with one vector of Dv per token, as an input.
+inline Tokens contiguous_tokens(const Target& x, const Sizes& size) {
+  return {x.data, size.H * size.L * size.Dv, size.L * size.Dv, size.Dv, x.type};
+}
+
+// A pass from chunk to chunk, with its scores.
+template <typename Pass>
+Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value, const Bfloat16* scores, int columns,
+                     const Gpu& gpu) {
+  Pass pass{};
+  set_keys(pass, size, in);
+  set_columns(pass, columns, gpu);
+  pass.value = {value, size.columns}, pass.scores = scores;
+  return pass;
+}
+
+// Device memory in bytes, and its parts.
+template <int kRows, bool kErases>
+struct KeyMemory {
+  SegmentMemory<kRows> segments;
+  Bfloat16* scores;
+  float* gradients;  // of the states after each chunk
+  size_t bytes;
+
+  KeyMemory(const ScanSize& size, void* from, bool is_backward) : segments(sized(size), from) {
+    const int64_t chunks = size.heads * sized(size).chunks();
+    scores = segments.template take<Bfloat16>(chunks * ChunkKeyPass<kRows, kErases>::kScoreMatrices * kMatrix);
+    gradients = segments.template take<float>(is_backward ? chunks * size.rows * size.columns : 0);
+    bytes = size_t(segments.next) - size_t(from);
+  }
+
+ private:
+  static ChunkKeyScores<kRows, kErases> sized(const ScanSize& size) {
+    ChunkKeyScores<kRows, kErases> pass{};
+    set_size(pass, size);
+    return pass;
+  }
+};
+
+template <bool kErases>
+size_t chunk_keys_workspace(const Call& call, bool is_backward) {
+  const ScanSize size = scan_size(call);
+  return with_rows(size.rows, [&](auto rows) {
+    return KeyMemory<decltype(rows)::value, kErases>(size, nullptr, is_backward).bytes;
+  });
+}
+
+// Shared memory of a pass from chunk to chunk, at most.
+template <typename Pass>
+size_t key_states_bytes(const ScanSize& size, bool ends) {
+  Pass pass{};
+  pass.size = size;
+  const int columns = ends ? pass.ends_columns() : size.columns;
+  pass.warps = at_least_power_of_two((int64_t(columns) + kBlock - 1) / kBlock, kChunkWarps);
+  return chunk_bytes(pass);
+}
+
+template <bool kErases>
+bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
+  return choose_chunks(size, type) && with_rows(size.rows, [&](auto rows) {
+           constexpr int kRows = decltype(rows)::value;
+           const size_t most = std::max({key_states_bytes<ChunkKeyStates<kRows, kErases, false>>(size, false),
+                                         key_states_bytes<ChunkKeyStates<kRows, kErases, false, true>>(size, true),
+                                         key_states_bytes<ChunkKeyStates<kRows, kErases, true>>(size, false),
+                                         key_states_bytes<ChunkKeyStates<kRows, kErases, true, true>>(size, true),
+                                         chunk_bytes(ChunkKeyScores<kRows, kErases>{}),
+                                         chunk_bytes(make_of_chunks<ChunkKeyGradients<kRows, kErases>>(size, {}))});
+           return most <= gpu.shared_bytes;
+         });
+}
+
+// Compute the scores, then run the pass from chunk to chunk.
+template <int kRows, bool kErases, bool kReverse>
+const char* run_key_states(ChunkKeyStates<kRows, kErases, kReverse>& pass, const ScanSize& size, const Inputs& in,
+                           const Tokens& value, const KeyMemory<kRows, kErases>& memory, const Gpu& gpu, void* stream) {
+  auto scores = make_of_chunks<ChunkKeyScores<kRows, kErases>>(size, in);
+  scores.scores = memory.scores;
+  if (const char* error = launch_chunks(scores, gpu, stream)) return error;
+  if (pass.log_segments > 0) {
+    using Ends = ChunkKeyStates<kRows, kErases, kReverse, true>;
+    const auto ends = make_key_states<Ends>(size, in, value, memory.scores, pass.ends_columns(), gpu);
+    const Transition transition = kErases ? Transition::matrix : Transition::rows;
+    const char* const error = find_boundaries(ends, memory.segments, pass.initial, transition, kReverse, gpu, stream);
+    if (error) return error;
+    pass.initial = memory.segments.matrices(size);
+  }
+  return launch_chunks(pass, gpu, stream);
+}
+
+template <bool kErases>
+const char* chunk_keys_forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
+  const ScanSize size = scan_size(call);
+  return with_rows(size.rows, [&](auto rows) {
+    constexpr int kRows = decltype(rows)::value;
+    const KeyMemory<kRows, kErases> memory(size, call.workspace, false);
+    auto pass = make_key_states<ChunkKeyStates<kRows, kErases, false>>(size, in, in.v, memory.scores, size.columns, gpu);
+    pass.initial = matrices<float>(in.state, call.size);
+    pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
+    pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
+    return run_key_states(pass, size, in, in.v, memory, gpu, call.stream);
+  });
+}
+
+template <bool kErases>
+const char* chunk_keys_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
+                                const Gpu& gpu) {
+  const ScanSize size = scan_size(call);
+  return with_rows(size.rows, [&](auto rows) {
+    constexpr int kRows = decltype(rows)::value;
+    const KeyMemory<kRows, kErases> memory(size, call.workspace, true);
+    auto pass = make_key_states<ChunkKeyStates<kRows, kErases, true>>(size, in, more.d_out, memory.scores, size.columns, gpu);
+    pass.initial = matrices<float>(more.d_state, call.size);
+    pass.last = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
+    if (const char* error = run_key_states(pass, size, in, more.d_out, memory, gpu, call.stream)) return error;
+    auto gradients = make_of_chunks<ChunkKeyGradients<kRows, kErases>>(size, in);
+    gradients.value = {kErases ? more.retrieved : in.v, size.columns}, gradients.d_out = {more.d_out, size.columns};
+    gradients.d_value = {contiguous_tokens(to.v, call.size), size.columns};
+    gradients.initial = static_cast<const float*>(in.state), gradients.kept = static_cast<const float*>(more.kept);
+    gradients.gradients = memory.gradients;
+    gradients.in_pairs = size.columns % 2 == 0 && reinterpret_cast<uintptr_t>(in.state) % 8 == 0 &&
+                         reinterpret_cast<uintptr_t>(more.kept) % 8 == 0;
+    gradients.d_q = to.q, gradients.d_k = to.k, gradients.d_rate = to.rate, gradients.d_decay = to.key_decay;
+    return launch_chunks(gradients, gpu, call.stream);
   });
 }
 

@@ -62,6 +62,12 @@ struct Gradients : TokenTensorsOf<Target> {
   void* state = nullptr;  // null: not written
 };
 
+// The properties of a GPU on which the plans of the kernels depend.
+struct Gpu {
+  int multiprocessors = 1;
+  size_t shared_bytes = 0;  // of shared memory per block, at most
+};
+
 // The largest supported Dk and Dv. The functions below refuse larger ones.
 constexpr int64_t kGreatestSize = 512;
 

@@ -151,22 +151,14 @@ struct Stage {
   bool writes;  // whether they have outputs
 };
 
-// The stages of a scan from the first token to the last, or in reverse.
-FWP_DEVICE Stage plain_stage(int64_t n, int tokens, int64_t length, bool reverse) {
-  const int64_t before = n * tokens, left = length - before;
-  const int count = left < tokens ? int(left) : tokens;
-  return {reverse ? left - count : before, count, true};
-}
-
 // All inputs and outputs of a scan for each token.
-template <int kRowParts, int kColumnParts, int kScalars_, int kOutputs, int kRowOutputs = 0>
+template <int kRowParts, int kColumnParts, int kScalars_, int kOutputs, int kRowOutputs>
 struct TokenArrays {
   static constexpr int kScalars = kScalars_;
   static FWP_BOTH constexpr TokenParts parts() { return {kRowParts, kColumnParts, kScalars, kOutputs, kRowOutputs}; }
   Source vectors[kRowParts + kColumnParts];  // along the rows, then along the columns
-  Source scalars[kScalars ? kScalars : 1];
+  Source scalars[kScalars];
   Sink outputs[kOutputs];
-  Sink sum;  // one number per token
   RowSink row_outputs[kRowOutputs ? kRowOutputs : 1];
 
   Source& row(int n) { return vectors[n]; }
@@ -258,10 +250,6 @@ struct Place {
   FWP_DEVICE void put_rows(A* token, int n, A (&x)[kRows]) const {
     add_groups<kRows>(x, 0, plan.lanes, token + layout.row_output(n, worker / kWarp));
   }
-  // One number per token, which all threads hold.
-  FWP_DEVICE void put_sum(A* token, A x) const {
-    if (worker == 0) token[layout.scalar(Arrays::kScalars)] = x;
-  }
 
   FWP_DEVICE void load(const Matrices<const A>& m, int64_t index, Tile<A, kRows, kColumns>& tile) const {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
@@ -309,23 +297,6 @@ struct Place {
     }
   }
 
-  // Calls use(token) for all tokens from the first to the last, or in reverse. Calls then(end) after each stage, where `end` is
-  // the index after its last token.
-  template <typename Use, typename Then>
-  FWP_DEVICE void for_tokens(bool reverse, Use use, Then then) const {
-    const int64_t stages = (size.length + plan.stage - 1) / plan.stage;
-    for_stages(
-        stages, [&](int64_t n) { return plain_stage(n, plan.stage, size.length, reverse); },
-        [&](int at, const Stage& stage) {
-          A* of_token = token(at, reverse ? stage.count - 1 : 0);
-          FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
-            use(of_token);
-            of_token += reverse ? -layout.size : layout.size;
-          }
-          then(stage.first + stage.count);
-        });
-  }
-
  private:
   // Sum x[0] to x[n - 1], the numbers of rows from `first` on, over all threads of a warp that have the same rows, then put the
   // sums. At each distance, each of two threads takes half of the numbers. The order is that of a binary tree over the columns.
@@ -357,7 +328,7 @@ struct Place {
   // The scalars of one token, as stored in memory.
   using Raw = std::conditional_t<sizeof(A) == 8, double, uint32_t>;
   struct Asked {
-    Raw x[Arrays::kScalars ? Arrays::kScalars : 1];
+    Raw x[Arrays::kScalars];
     bool begins;  // whether it is the first of a document
   };
 
@@ -495,11 +466,6 @@ struct Place {
       if (arrays.outputs[i].data) write(arrays.outputs[i], first, stage.count, tokens + layout.output(i));
     FWP_UNROLL_BY(1) for (int i = 0; i < Arrays::parts().row_outputs; ++i)
       if (arrays.row_outputs[i].data) write_rows(arrays.row_outputs[i], stage, tokens + layout.row_output(i, 0));
-    if (!arrays.sum.data || slab() > 0 || worker >= stage.count) return;
-    with_element<A>(arrays.sum.type, [&](auto* element) {
-      round_to(tokens[worker * layout.size + layout.scalar(Arrays::kScalars)],
-               static_cast<decltype(element)>(arrays.sum.data)[first + worker]);
-    });
   }
   FWP_DEVICE void write(const Sink& to, int64_t first, int count, const A* tokens) const {
     with_element<A>(to.type, [&](auto* element) {
@@ -556,39 +522,6 @@ struct Place {
         if (w + distance < layout.warps)
           FWP_UNROLL for (int e = 0; e < kPiece; ++e) sums[w].x[e] += sums[w + distance].x[e];
     return sums[0];
-  }
-};
-
-// Shared by all scans: the token arrays, the initial matrix and the final matrix, in the order of the scan.
-template <typename A, int kRowParts, int kColumnParts, int kScalars, int kOutputs>
-struct Scan {
-  using Number = A;
-  using Arrays = TokenArrays<kRowParts, kColumnParts, kScalars, kOutputs>;
-
-  ScanSize size;
-  Plan plan;
-  Arrays arrays;
-  Matrices<const A> initial;
-  Matrices<A> last;
-
-  // Calls step(place, token, matrix) for all tokens from the first to the last, or in reverse. Calls then(place, end, matrix)
-  // after each stage.
-  template <int kRows, int kColumns, typename Step, typename Then>
-  FWP_DEVICE void scan(bool reverse, Step step, Then then) const {
-    const Place<A, kRows, kColumns, Arrays> place(size, plan, arrays);
-    Tile<A, kRows, kColumns> matrix;
-    place.load(initial, place.head, matrix);
-    const auto use = [&](A* token) {
-      if (!reverse) place.clear_if_begins(token, matrix);
-      step(place, token, matrix);
-      if (reverse) place.clear_if_begins(token, matrix);
-    };
-    place.for_tokens(reverse, use, [&](int64_t end) { then(place, end, matrix); });
-    place.store(matrix, last, place.head);
-  }
-  template <int kRows, int kColumns, typename Step>
-  FWP_DEVICE void scan(bool reverse, Step step) const {
-    scan<kRows, kColumns>(reverse, step, [](const auto&, int64_t, const auto&) {});
   }
 };
 

@@ -27,7 +27,7 @@ SOURCES = (
     "bindings/cuda.cpp",
     "bindings/arguments.h",
     "cuda/kernels.cu",
-    "cuda/forget.cuh",
+    "cuda/recurrent.cuh",
     "cuda/launchers.h",
 )
 

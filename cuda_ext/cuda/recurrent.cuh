@@ -30,53 +30,74 @@ FWP_DEVICE void fade(const Place& place, const A* token, Tile<A, kRows, kColumns
 }
 
 template <typename A, Fades fades, Erases kErases>
-struct ForgetForward : Scan<A, 2 + fades_by_key(fades) + 2 * (kErases == Erases::kRemoval),
-                            1 + (fades == Fades::kKeyAndValue), 1 + (fades == Fades::kHead),
-                            1 + (kErases != Erases::kNothing)> {
+struct RecurrentForward {
   static constexpr Fades kFades = fades;
   enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + fades_by_key(kFades), kRemoval };
   enum Columns { kValue, kValueDecay };
   enum Scalars { kRate, kHeadDecay };
   enum Outputs { kOut, kRetrieved };
+  using Number = A;
+  using Arrays = TokenArrays<2 + fades_by_key(fades) + 2 * (kErases == Erases::kRemoval), 1 + (fades == Fades::kKeyAndValue),
+                             1 + (fades == Fades::kHead), 1 + (kErases != Erases::kNothing), 0>;
 
-  Matrices<A> kept;  // one for each whole chunk of a head
+  ScanSize size;
+  Plan plan;
+  Arrays arrays;
+  Matrices<const A> initial;
+  Matrices<A> last, kept;  // kept: one for each whole chunk of a head
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    const auto step = [&](const auto& place, A* token, auto& state) {
-      A row[kRows], value[kColumns], read[kColumns];
-      [[maybe_unused]] A found[kColumns];
-      if constexpr (kErases == Erases::kRemoval) {
-        place.load_row(token, kRemovalKey, row);
-        state.read(row, found);
-        add_lanes(found, place.plan.lanes);
-        place.put_columns(token, kRetrieved, found);
-      }
-      fade<ForgetForward>(place, token, state);
-      place.load_column(token, kValue, value);
-      place.load_row(token, kKey, row);
-      if constexpr (kErases == Erases::kKey) {
-        state.read(row, read);
-        add_lanes(read, place.plan.lanes);
-        FWP_UNROLL for (int c = 0; c < kColumns; ++c) value[c] -= read[c];
-        place.put_columns(token, kRetrieved, value);
-      }
-      scaled(place.scalar(token, kRate), value, value);
-      state.add(row, value);
-      if constexpr (kErases == Erases::kRemoval) {
-        place.load_row(token, kRemoval, row);
-        state.subtract(row, found);
-      }
-      if (!this->arrays.outputs[kOut].data) return;  // only the states are wanted
-      place.load_row(token, kQuery, row);
-      state.read(row, read);
-      add_lanes(read, place.plan.lanes);
-      place.put_columns(token, kOut, read);
+    const Place<A, kRows, kColumns, Arrays> place(size, plan, arrays);
+    Tile<A, kRows, kColumns> state;
+    place.load(initial, place.head, state);
+    const auto stage_at = [&](int64_t n) -> Stage {
+      const int64_t first = n * plan.stage, left = size.length - first;
+      return {first, left < plan.stage ? int(left) : plan.stage, true};
     };
-    // The end of a chunk is always the end of a stage.
-    this->template scan<kRows, kColumns>(false, step, [&](const auto& place, int64_t end, const auto& state) {
-      if (end % kChunk == 0) place.store(state, kept, place.head * (place.size.length / kChunk) + end / kChunk - 1);
+    place.for_stages((size.length + plan.stage - 1) / plan.stage, stage_at, [&](int at, const Stage& stage) {
+      FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
+        A* const token = place.token(at, s);
+        place.clear_if_begins(token, state);
+        go_on(place, token, state);
+      }
+      const int64_t end = stage.first + stage.count;  // the end of a chunk is always the end of a stage
+      if (end % kChunk == 0) place.store(state, kept, place.head * (size.length / kChunk) + end / kChunk - 1);
     });
+    place.store(state, last, place.head);
+  }
+
+ private:
+  template <typename Place, int kRows, int kColumns>
+  FWP_DEVICE void go_on(const Place& place, A* token, Tile<A, kRows, kColumns>& state) const {
+    A row[kRows], value[kColumns], read[kColumns];
+    [[maybe_unused]] A found[kColumns];
+    if constexpr (kErases == Erases::kRemoval) {
+      place.load_row(token, kRemovalKey, row);
+      state.read(row, found);
+      add_lanes(found, plan.lanes);
+      place.put_columns(token, kRetrieved, found);
+    }
+    fade<RecurrentForward>(place, token, state);
+    place.load_column(token, kValue, value);
+    place.load_row(token, kKey, row);
+    if constexpr (kErases == Erases::kKey) {
+      state.read(row, read);
+      add_lanes(read, plan.lanes);
+      FWP_UNROLL for (int c = 0; c < kColumns; ++c) value[c] -= read[c];
+      place.put_columns(token, kRetrieved, value);
+    }
+    scaled(place.scalar(token, kRate), value, value);
+    state.add(row, value);
+    if constexpr (kErases == Erases::kRemoval) {
+      place.load_row(token, kRemoval, row);
+      state.subtract(row, found);
+    }
+    if (!arrays.outputs[kOut].data) return;  // only the states are wanted
+    place.load_row(token, kQuery, row);
+    state.read(row, read);
+    add_lanes(read, plan.lanes);
+    place.put_columns(token, kOut, read);
   }
 };
 
@@ -89,7 +110,7 @@ struct ForgetForward : Scan<A, 2 + fades_by_key(fades) + 2 * (kErases == Erases:
 // d_y = d_s W_{t-1}, d_a = z (G' * W_{t-1}).
 // There d_e = b d_write, and G' = G - d_e^T k, or G if the rule does not erase.
 template <typename A, Fades fades, Erases kErases>
-struct ForgetBackward {
+struct RecurrentBackward {
   static constexpr Fades kFades = fades;
   static constexpr bool kByHead = kFades == Fades::kHead, kByKey = fades_by_key(kFades);
   static constexpr bool kByValue = kFades == Fades::kKeyAndValue, kDecays = kFades != Fades::kNothing;
@@ -235,7 +256,7 @@ struct ForgetBackward {
   template <bool reads, typename Place, int kRows, int kColumns>
   FWP_DEVICE void go_on(const Place& place, A* token, Tile<A, kRows, kColumns>& state) const {
     A row[kRows], column[kColumns];
-    fade<ForgetBackward>(place, token, state);
+    fade<RecurrentBackward>(place, token, state);
     place.load_column(token, kError, column);
     scaled(place.scalar(token, kRate), column, column);
     place.load_row(token, kKey, row);
@@ -289,7 +310,7 @@ struct ForgetBackward {
       place.put_rows(token, kDRemovalKey, d_row);
     }
     if constexpr (kDecays) give_decay(place, token, before, g);
-    fade<ForgetBackward>(place, token, g);
+    fade<RecurrentBackward>(place, token, g);
     if constexpr (kRemoves) {
       place.load_row(token, kRemovalKey, row);
       g.add(row, of_found);
