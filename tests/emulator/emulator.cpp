@@ -10,9 +10,9 @@
 #endif
 
 #ifdef EMULATOR_FORGET
-#include "launch_rules.cuh"
+#include "kernels.cu"
 #else
-#include "launch_forget.cuh"
+#include "launch.cuh"
 
 namespace fwp::cuda {
 
@@ -43,9 +43,6 @@ static void pretend(const Pretended& how) {
   emulator::machine().shared_bytes = size_t(how.shared_kib) * 1024;
   emulator::machine().error[0] = 0;
 }
-
-// Sends launches to another library, or with null to the fibers.
-extern "C" void emulator_send_launches(emulator::Launcher launcher) { emulator::machine().launcher = launcher; }
 
 extern "C" size_t emulator_workspace_bytes(const Pretended* how, const Call* call, bool is_backward) {
   pretend(*how);

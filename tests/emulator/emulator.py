@@ -35,6 +35,11 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
+def sources_of(kernels: Path) -> list[Path]:
+    """Return the files of the kernels in a folder, in a fixed order."""
+    return [kernels.parent / "rule.h", *sorted(kernels.iterdir())]
+
+
 def build(
     kernels: Path = KERNELS,
     *,
@@ -46,7 +51,7 @@ def build(
     """Build a library of the kernels, or a program that runs them, unless it exists and no source has changed."""
     assert shutil.which(compiler()[0]), "the emulator needs a C++ compiler: install g++ 10 or later, or set CXX"
     key = hashlib.sha256(repr((compiler(), tuple(flags), program)).encode())
-    for path in sorted({*kernels.iterdir(), *HERE.glob("*.[hc]*"), *source.parent.glob("*.[hc]*")}):
+    for path in (*sources_of(kernels), *sorted({*HERE.glob("*.[hc]*"), *source.parent.glob("*.[hc]*")})):
         key.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     target = folder / f"emulator_{key.hexdigest()[:16]}"
     if not target.exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from emulator import CACHE, KERNELS
+from emulator import CACHE, KERNELS, sources_of
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc of CUDA 12 or later on PATH")
 
@@ -28,18 +28,19 @@ class Usage(NamedTuple):
     stack_bytes: int  # local memory: arrays that are not in registers, and spilled registers
     spilled_bytes: int
     registers: int
+    shared_bytes: int  # static: that of the kernels is dynamic, and the emulator checks it
 
 
 def parse_report(report: str) -> list[Usage]:
     """Return the report of ptxas -v for each kernel."""
     entry = re.compile(
         r"Compiling entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-        r".*?Used (\d+) registers",
+        r".*?Used (\d+) registers(?:[^\n]*, (\d+) bytes smem)?",
         re.DOTALL,
     )
     found = [
-        Usage(name, int(stack), int(stores) + int(loads), int(used))
-        for name, stack, stores, loads, used in entry.findall(report)
+        Usage(name, int(stack), int(stores) + int(loads), int(used), int(shared or 0))
+        for name, stack, stores, loads, used, shared in entry.findall(report)
     ]
     assert len(found) == report.count("Compiling entry function"), report
     return found
@@ -59,7 +60,7 @@ def compiled_kernels(architecture: str) -> Compiled:
     """Compile the kernels, or use earlier ones if neither sources nor nvcc have changed."""
     version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
     key = hashlib.sha256(repr((version, architecture, COMMAND)).encode())
-    for source in sorted(KERNELS.iterdir()):
+    for source in sources_of(KERNELS):
         key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     folder = CACHE / f"nvcc_{key.hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)

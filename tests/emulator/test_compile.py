@@ -37,19 +37,19 @@ def faults(usages):
     for usage in usages:
         kind = type_of(usage)
         if kind == "f":
-            backward, wide = "ForgetBackward" in usage.kernel, "ELi8ELi4EEE" in usage.kernel
+            backward, wide = "RecurrentBackward" in usage.kernel, "ELi8ELi4EEE" in usage.kernel
             kind = "backward f" if backward else "wide f" if wide else "f"
         stack = next((most for name, most in GREATEST_STACK.items() if name in usage.kernel), 0)
         spills = usage.spilled_bytes > 0 and not stack
-        if usage.stack_bytes > stack or spills or usage.registers > GREATEST[kind]:
+        if usage.stack_bytes > stack or spills or usage.registers > GREATEST[kind] or usage.shared_bytes:
             found.append(usage)
     return found
 
 
 @needs_nvcc
 def test_the_compiler_takes_the_kernels(tmp_path):
-    """Without its optimisations, which take minutes."""
-    command = ["nvcc", "-std=c++17", "-arch=sm_90a", "-ptx", "-Xcicc", "-O0", "-Werror", "all-warnings"]
+    """Its front end, which instantiates all templates and checks inline PTX; the rest takes minutes."""
+    command = ["nvcc", "-std=c++17", "-arch=sm_90a", "-ptx", "-fdevice-syntax-only", "-Werror", "all-warnings"]
     done = subprocess.run([*command, KERNELS / "kernels.cu", "-o", tmp_path / "k.ptx"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -84,7 +84,9 @@ def test_local_memory_is_found(tmp_path):
 def test_spills_and_registers_are_found():
     line = "ptxas info    : Compiling entry function '{0}' for 'sm_90a'\nptxas info    : Function properties for {0}\n"
     line += "    {1} bytes stack frame, {2} bytes spill stores, {3} bytes spill loads\n"
-    line += "ptxas info    : Used {4} registers, used 1 barriers\n"
-    entries = [("kIfE", 0, 0, 0, 128), ("kIfE", 0, 0, 0, 129), ("kIdE", 0, 0, 0, 129), ("kIfE", 8, 4, 0, 9)]
+    line += "ptxas info    : Used {4} registers, used 1 barriers{5}\n"
+    used = [("f", 0, 0, 128, ""), ("f", 0, 0, 129, ""), ("d", 0, 0, 129, ""), ("f", 8, 4, 9, "")]
+    used.append(("f", 0, 0, 9, ", 16 bytes smem, 8 bytes cumulative stack size"))
+    entries = [(f"kI{kind}E", stack, spilled, 0, registers, more) for kind, stack, spilled, registers, more in used]
     found = parse_report("".join(line.format(*entry) for entry in entries))
-    assert faults(found) == [found[1], found[3]]
+    assert faults(found) == [found[1], found[3], found[4]]

@@ -6,9 +6,9 @@ from emulator import CHUNK, RULES, EmulatorError, prepare
 from operator_cases import CASES, as_double, cotangents_of, make_case, make_combination, reference
 from pairwise import looped
 from subjects import COMBINATIONS, at_odd_offset, check_errors, relative_error
+from test_cuda import MEMORY
 
 every_rule = pytest.mark.parametrize("rule", CASES)
-fading_in_chunks = pytest.mark.parametrize("rule", ["gla", "gla_by_key", "gated_delta", "gated_delta_by_key"])
 
 
 def some_fast(*fast, among=CASES):
@@ -39,15 +39,15 @@ IN_CHUNKS = ("sum", "delta", "gated", "gla", "gla_by_key", "gated_delta", "gated
 OF_GATE = dict.fromkeys(("d_decay", "d_rate"), torch.finfo(torch.bfloat16).eps)
 # Few and long enough for segments; the sum needs fewer tokens. Wide values take several slabs of columns.
 SEGMENTED = [
-    *(("sum", (1, 1, 1100, 16, 160), True), ("sum", (1, 2, 1100, 16, 256), False)),
-    *(("gla", (1, 1, 2100, 20, 33), True), ("delta", (1, 2, 2300, 16, 16), False)),
-    *((rule, (1, 1, 2100, 20, 33), True) for rule in ("gla_by_key", "gated_delta_by_key")),
+    *(("sum", (1, 1, 1030, 16, 160), True), ("sum", (1, 2, 1030, 16, 136), False)),
+    *(("gla", (1, 1, 2060, 20, 33), True), ("delta", (1, 2, 2060, 16, 16), False)),
+    *((rule, (1, 1, 2060, 20, 33), True) for rule in ("gla_by_key", "gated_delta_by_key")),
 ]
 AT_NIGHT = [
     (rule, *case)
     for rule in IN_CHUNKS
     for case in (
-        *(((1, 1, 2100, 20, 33), True), ((1, 2, 2300, 16, 16), False), ((1, 1, 2100, 16, 160), True)),
+        *(((1, 1, 2060, 20, 33), True), ((1, 2, 2300, 16, 16), False), ((1, 1, 2100, 16, 256), True)),
         *(((1, 1, 2060, 64, 48), False), ((1, 1, 2060, 128, 32), True)),
     )
 ]
@@ -117,23 +117,20 @@ def test_documents_in_one_sequence(emulator, rule):
 
 
 def check_accuracy(emulator, rule, shape, dtype, change=lambda given: None, floors=None, **options):
-    """Check the errors as on the CPU; return the inputs of the first draw. `change` changes the given arguments."""
-
-    def make(n):
-        given, erases = make_case(rule, shape, dtype, seed=2 * n, **options)
-        change(given)
-        return given, erases
+    """Check errors as on the CPU; return arguments and results of the first draw. `change` changes the arguments."""
+    drawn = []
 
     def draw(n):
-        given, erases = make(n) if n else first
+        given, erases = make_case(rule, shape, dtype, seed=2 * n, **options)
+        change(given)
         gradients = cotangents_of(given, 2 * n + 1)
         truth = reference(as_double(given), erases, [x.double() for x in gradients])
         found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
+        drawn.append((given, erases, gradients, found))
         return truth, reference(given, erases, gradients), found
 
-    first = make(0)
     check_errors(f"{rule}, {shape}, {dtype}, {options}", draw, floors or {})
-    return first
+    return drawn[0]
 
 
 @every_rule
@@ -148,13 +145,10 @@ def test_as_accurate_as_the_reference(emulator, rule):
 @pytest.mark.parametrize("rule", IN_CHUNKS)
 def test_chunks_on_tensor_cores(emulator, rule, shape, state):
     """In bfloat16, with rows of whole 16-byte pieces and without, the state and its gradient are exact."""
-    given, erases = check_accuracy(
-        emulator, rule, shape, torch.bfloat16, floors=OF_GATE, state=state, layout="tokens_first"
-    )
-    gradients = cotangents_of(given)
-    found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
-    check_other_orders_and_gpus(emulator, given, erases, gradients, found)
-    check_absent_gradients(emulator, given, erases)
+    options = {"floors": OF_GATE, "state": state, "layout": "tokens_first"}
+    drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, **options)
+    check_other_orders_and_gpus(emulator, *drawn)
+    check_absent_gradients(emulator, *drawn[:2])
 
 
 @pytest.mark.parametrize(("rule", "shape", "state"), SEGMENTED, ids=str)
@@ -167,42 +161,34 @@ def test_segments_side_by_side(emulator, rule, shape, state):
         if "decay" in given:
             given["decay"] = 1 - 0.001 * torch.rand(given["decay"].shape)
 
-    given, erases = check_accuracy(emulator, rule, shape, torch.bfloat16, remember, OF_GATE, state=state)
-    assert emulator.workspace_bytes(prepare(given, erases)[0], shape, torch.bfloat16, is_backward=False) > 0
-    gradients = cotangents_of(given)
-    found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
-    check_other_orders_and_gpus(emulator, given, erases, gradients, found)
-    check_absent_gradients(emulator, given, erases)
+    drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, remember, OF_GATE, state=state)
+    assert emulator.workspace_bytes(prepare(*drawn[:2])[0], shape, torch.bfloat16, is_backward=False) > 0
+    check_other_orders_and_gpus(emulator, *drawn)
+    check_absent_gradients(emulator, *drawn[:2])
 
 
-@fading_in_chunks
-def test_chunks_with_gates_in_float32(emulator, rule):
-    """Decays close to 1, which bfloat16 would round to 1. The gradients of gates are as exact as bfloat16."""
-
-    def remember(given):
-        given["decay"] = 1 - 0.01 * torch.rand(given["decay"].shape)
-        given["rate"] = torch.rand(1, 2, 300)
-
-    check_accuracy(emulator, rule, (1, 2, 300, 64, 40), torch.bfloat16, remember, OF_GATE)
-
-
-@fading_in_chunks
-def test_chunks_with_long_memory(emulator, rule):
-    """Decays that bfloat16 rounds to 1 or 1 - 1/256: an error of their products would add up over the chunks."""
-
-    def remember(given):
-        given["decay"] = (1 - 0.004 * torch.rand(given["decay"].shape)).bfloat16()
-
-    check_accuracy(emulator, rule, (1, 1, 900, 20, 24), torch.bfloat16, remember)
+# Shapes, and decays from those given and random numbers: close to 1 in float32, which bfloat16 would round to 1, with
+# rates in float32; in bfloat16, where an error of their products would add up over the chunks; nothing kept, and all.
+DECAYS = {
+    "float32": ((1, 2, 300, 64, 40), lambda decay, x: 1 - 0.01 * x),
+    "long memory": ((1, 1, 900, 20, 24), lambda decay, x: (1 - 0.004 * x).bfloat16()),
+    "nothing": ((1, 2, 95, 24, 40), lambda decay, x: torch.where(x < 0.3, 0.0, decay)),
+    "all": ((1, 2, 95, 24, 40), lambda decay, x: torch.where(x < 0.3, 1.0, decay)),
+}
 
 
-@fading_in_chunks
-@pytest.mark.parametrize("decay", [0.0, 1.0])
-def test_chunks_that_keep_all_or_nothing(emulator, rule, decay):
-    def keep(given):
-        given["decay"] = torch.where(torch.rand(given["decay"].shape) < 0.3, decay, given["decay"])
+@pytest.mark.parametrize("rule", ["gla", "gla_by_key", "gated_delta", "gated_delta_by_key"])
+@pytest.mark.parametrize("kind", DECAYS)
+def test_decays_in_chunks(emulator, rule, kind):
+    """The gradients of gates in float32 are as exact as bfloat16."""
+    shape, of = DECAYS[kind]
 
-    check_accuracy(emulator, rule, (1, 2, 95, 24, 40), torch.bfloat16, keep)
+    def change(given):
+        given["decay"] = of(given["decay"], torch.rand(given["decay"].shape))
+        if kind == "float32":
+            given["rate"] = torch.rand(shape[:3])
+
+    check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATE if kind == "float32" else None)
 
 
 @pytest.mark.parametrize("rule", IN_CHUNKS)
@@ -218,10 +204,8 @@ def test_documents_in_chunks(emulator, rule, shape):
         given["first"] = torch.rand(shape[0], shape[2]) < 2 / shape[2]
         given["first"][0, [0, 32, 33, 63, 90]] = True
 
-    given, erases = check_accuracy(emulator, rule, shape, torch.bfloat16, begin, OF_GATE)
-    gradients = cotangents_of(given)
-    found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
-    check_other_orders_and_gpus(emulator, given, erases, gradients, found)
+    given, *_, found = drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, begin, OF_GATE)
+    check_other_orders_and_gpus(emulator, *drawn)
     assert not found["d_decay"].transpose(0, 1)[:, given["first"]].any()
 
 
@@ -238,17 +222,15 @@ FADING = [rule for rule in CASES if rule not in ("sum", "delta")]
 # the backward pass runs in windows of 64 tokens, with sums over the columns of 32 blocks.
 @pytest.mark.parametrize("rule", some_fast("decay", among=FADING))
 @pytest.mark.parametrize(
-    "shape", [(32, 16, 11, 9, 64), (4, 33, 11, 57, 62), (4, 16, 35, 64, 64), (1, 4, 70, 300, 128)], ids=str
+    "shape", [(32, 16, 11, 9, 64), (4, 33, 11, 57, 62), (2, 16, 35, 64, 64), (1, 4, 70, 300, 128)], ids=str
 )
 def test_sums_over_columns(emulator, rule, shape):
     def begin(given):
         given["first"] = torch.rand(shape[0], shape[2]) < 0.05
 
-    given, erases = check_accuracy(emulator, rule, shape, torch.float32, begin)
-    gradients = cotangents_of(given)
-    found = emulator.results(given, erases, gradients)
-    for how in ({"reverse": 1, "multiprocessors": 1}, {"shared_kib": 99}, {"shared_kib": HOPPER}):
-        for name, x in emulator.results(given, erases, gradients, **how).items():
+    *arguments, found = check_accuracy(emulator, rule, shape, torch.float32, begin)
+    for how in ({"reverse": 1, "multiprocessors": 1}, {"shared_kib": 99}):
+        for name, x in emulator.results(*arguments, **how).items():
             assert torch.equal(found[name], x), (name, how)
 
 
@@ -335,36 +317,25 @@ def test_empty_dimensions(emulator, rule):
 
 
 @every_rule
-def test_nan_stays_in_its_sequence_and_head(emulator, rule):
+@pytest.mark.parametrize(
+    "dtype, shape, at", [(torch.float32, (2, 3, 9, 16, 16), 4), (torch.bfloat16, (2, 2, 70, 24, 20), 40)]
+)
+def test_nan_stays_in_its_sequence_and_head(emulator, rule, dtype, shape, at):
+    """In the forward pass it does not reach earlier tokens, or on the tensor cores earlier chunks, either."""
+    earlier = at // CHUNK * CHUNK if rule in IN_CHUNKS and shape[2] > CHUNK else at
     for where in ["k", "v"]:
-        given, erases = make_case(rule, (2, 3, 9, 16, 16), torch.float32)
+        given, erases = make_case(rule, shape, dtype)
         gradients = cotangents_of(given)
         clean = emulator.results(given, erases, gradients)
         given[where] = given[where].clone()
-        given[where][1, 1, 4] = float("nan")
+        given[where][1, 1, at] = float("nan")
         spoilt = emulator.results(given, erases, gradients)
-        healthy = torch.ones(2, 3, dtype=torch.bool)
+        healthy = torch.ones(shape[:2], dtype=torch.bool)
         healthy[1, 1] = False
         for name, x in clean.items():
             assert torch.equal(spoilt[name][healthy], x[healthy]), name
-        assert spoilt["out"][1, 1, 4:].isnan().all() and not spoilt["out"][1, 1, :4].isnan().any()
-
-
-@pytest.mark.parametrize("rule", IN_CHUNKS)
-def test_nan_in_chunks_stays_in_its_sequence_and_head(emulator, rule):
-    """In the forward pass, it does not reach earlier chunks either."""
-    given, erases = make_case(rule, (2, 2, 70, 24, 20), torch.bfloat16)
-    gradients = cotangents_of(given)
-    clean = emulator.results(given, erases, gradients)
-    given["v"] = given["v"].clone()
-    given["v"][1, 1, 40] = float("nan")
-    spoilt = emulator.results(given, erases, gradients)
-    healthy = torch.ones(2, 2, dtype=torch.bool)
-    healthy[1, 1] = False
-    for name, x in clean.items():
-        assert torch.equal(spoilt[name][healthy], x[healthy]), name
-    assert torch.equal(spoilt["out"][1, 1, :32], clean["out"][1, 1, :32])
-    assert spoilt["out"][1, 1, 40:].isnan().all()
+        assert torch.equal(spoilt["out"][1, 1, :earlier], clean["out"][1, 1, :earlier])
+        assert spoilt["out"][1, 1, at:].isnan().all()
 
 
 @pytest.mark.parametrize("rule", FADING)
@@ -408,8 +379,8 @@ def test_sizes_beyond_the_kernels_are_refused(emulator, rule):
 @looped("dtype", [torch.float32, torch.bfloat16])
 def test_the_greatest_sizes_fit_every_gpu(emulator, rule, dtype):
     """It fits into the 99 KiB of GPUs of compute capability 8.6, 8.9 and 12.0, with heads for all teams of a block."""
-    for sizes in [(512, 1), (1, 512), (512, 512)]:
-        given, erases = make_case(rule, (2, 8, 2, *sizes), dtype)
+    for shape in [(2, 8, 2, 512, 1), (2, 8, 2, 1, 512), (1, 2, 2, 512, 512)]:  # the last has one team
+        given, erases = make_case(rule, shape, dtype)
         gradients = cotangents_of(given)
         expected = emulator.results(given, erases, gradients)
         for name, x in emulator.results(given, erases, gradients, multiprocessors=1, shared_kib=99).items():
@@ -444,3 +415,18 @@ def test_workspace_is_of_the_order_of_the_tokens(emulator):
         for rule in RULES:
             states = 8 * 8192 // CHUNK * 64 * 64 * 4 if rule in ("sum", "delta") and dtype == torch.float32 else 0
             assert emulator.workspace_bytes(rule, (1, 8, 8192, 64, 64), dtype) <= most * of_tokens + states + 2**25
+
+
+@every_rule
+def test_memory_is_below_the_bound_of_a_gpu(emulator, rule):
+    """The law of test_cuda.py, from the sizes of all arrays that both passes make."""
+    tokens, heads, size = 8192, 8, 64
+    given, erases = make_case(rule, (1, heads, 1, size, size), torch.float32, state=False)
+    name, parts = prepare(given, erases)
+    gradients = [x for part, x in parts.items() if part != "rate" or "rate" in given]
+    retrieved = [given["v"]] if erases or name == "removal" else []
+    states = heads * size * size * 4 * (tokens // CHUNK if name not in ("sum", "delta") else 0)
+    inputs = tokens * sum(x.nbytes for x in (*given.values(), given["v"]))
+    made = tokens * sum(x.nbytes for x in (given["v"], *retrieved, *gradients)) + states
+    made += emulator.workspace_bytes(name, (1, heads, tokens, size, size), torch.float32)
+    assert 0.9 < made / inputs < MEMORY

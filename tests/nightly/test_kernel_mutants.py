@@ -85,6 +85,7 @@ def test_a_mutant_is_found(mutant, tmp_path):
     """Only sanitizers find reads of values that are multiplied by zero, and accesses that a GPU refuses."""
     kernels = tmp_path / PATH
     shutil.copytree(KERNELS, kernels)
+    shutil.copy(KERNELS.parent / "rule.h", kernels.parent)
     insert(mutant, tmp_path)
     how, _, complaint = mutant.how.partition(": ")
     if how.startswith("watched"):

@@ -21,6 +21,9 @@ pytestmark = pytest.mark.cuda
 every_kernel = pytest.mark.parametrize("rule", WITH_KERNEL)
 every_rule = pytest.mark.parametrize("rule", RULES)
 SHAPE = (2, 3, 150, 24, 40)
+# Extra memory of a training step, in sizes of the inputs and out: 2 on a CPU. Here kernels also keep 32 MiB of sums of
+# slabs, and Dk numbers a token for a decay of one. tests/emulator counts it.
+MEMORY = 3
 
 
 @pytest.fixture(autouse=True)
@@ -213,9 +216,8 @@ def test_extra_memory_at_8192_tokens(rule):
     out, _ = kernel(rule)(**leaves)
     grads = torch.autograd.grad(out, given, gradient)
     extra = torch.cuda.max_memory_allocated() - before
-    # The bound is 2 on the CPU. Here kernels also keep 32 MiB of sums of slabs, and Dk numbers a token for a decay of
-    # one: gated_delta has 2.73, counted from the sizes of its workspace. delta_product runs N tokens for each.
-    assert 0.9 < extra / (out.nbytes + sum(x.nbytes for x in given)) < (3.5 if "N" in RULES[rule].key else 3)
+    most = 3.5 if "N" in RULES[rule].key else MEMORY  # delta_product runs N tokens for each
+    assert 0.9 < extra / (out.nbytes + sum(x.nbytes for x in given)) < most
     assert len(grads) == len(given)
 
 

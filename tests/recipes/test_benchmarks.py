@@ -258,6 +258,16 @@ def test_the_cases_of_the_sanitizer_run(load, monkeypatch, capsys):
     assert len(shown.splitlines()) == 13 and "(1, 2, 2100, 128, 128)" in shown and "nan" not in shown
 
 
+def test_kernels_are_checked_before_the_sanitizer_runs(load, monkeypatch, tmp_path):
+    """Under the sanitizer, the check before the first use would take minutes."""
+    monkeypatch.setenv("FWP_TINY", "1")
+    gpu, order = load("gpu"), []
+    monkeypatch.setattr(gpu, "find_faults", lambda device: order.append("check") or {})
+    monkeypatch.setattr(gpu.subprocess, "call", lambda command, **options: order.append(command[4]) or 127)
+    gpu.laws(tmp_path / "gpu_laws.csv", 1, None)
+    assert order == ["check", sys.executable, "compute-sanitizer", "compute-sanitizer"]
+
+
 def test_jobs_end_in_time_and_say_why(load):
     gpu = load("gpu")
     assert gpu.run({"works": (int, "1")}, 60) == {}  # the server of processes is there

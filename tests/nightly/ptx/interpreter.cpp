@@ -1,38 +1,35 @@
-// Executes kernels in nvcc's PTX on the CPU and finds races. interpreter.py makes their text, the emulator launches.
+// Executes kernels in nvcc's PTX on the CPU and finds races: an emulator whose fibers interpret the text of interpreter.py.
 //
-// Threads take turns of random lengths. Only a barrier of the block (bar.sync) or of the warp (bar.warp.sync) orders
-// accesses of two threads, and cp.async.wait_group those of a copy. Shuffles and matrix products order nothing.
-// Barriers have whole blocks or warps, so a vector clock is two numbers: how many of each kind a thread has passed.
+// Only a barrier of the block (bar.sync) or of the warp (bar.warp.sync) orders accesses of two threads, and
+// cp.async.wait_group those of a copy. Shuffles and matrix products order nothing. Barriers have whole blocks or warps, so
+// a vector clock is two numbers: how many of each kind a thread has passed.
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <map>
-#include <random>
 #include <sstream>
-#include <stdexcept>
 #include <string>
 #include <unordered_map>
 
 namespace {
 
 using Address = uint64_t;
-constexpr int kWarp = 32, kLongestTurn = 400;       // threads, instructions
-constexpr Address kSharedMemory = 4096, kCell = 2;  // as in interpreter.py; bytes that are written at least
+constexpr Address kCell = 2;  // bytes that are written at least
+// The first so many addresses are of nothing, the next of the argument, the next of shared memory: as in interpreter.py.
+constexpr Address kRegion = 1 << 20;
 
 struct Thread;
 struct Instruction;
-using Handler = void (*)(Thread*, const Instruction&);  // of a thread, or of the first of a warp or block
-enum class State { ready, at_warp, at_block, ended };   // waits for its warp or block
+using Handler = void (*)(Thread&, const Instruction&);
 enum class Use { read, write, begin_copy, end_copy };
 
 struct Instruction {
   std::string place, name;
-  char space;  // shared, global or parameters
-  int count, negated, predicate;
+  int negated, predicate;
   Address offset;
+  size_t count;                  // of operands
   std::array<int, 14> operands;  // registers, also of constants and labels
   Handler run;
-  State waits;
 };
 struct Kernel {
   std::vector<uint64_t> registers;  // at the start
@@ -43,14 +40,7 @@ struct Point {
   int block = -1, warp = -1, thread = -1, barriers = 0, syncs = 0;
   size_t at = 0;
 };
-struct Copy {
-  Address to, from, bytes;
-  int group;
-};
 struct Thread : Point {
-  State state = State::ready;
-  int groups = 0;
-  std::vector<Copy> copies;
   std::vector<uint64_t> registers;
 };
 // The last write of kCell bytes, and the last reads of each warp since then.
@@ -61,19 +51,22 @@ struct Cell {
 };
 
 std::map<std::string, Kernel> kernels;
-std::mt19937_64 draw;
+std::string launched;  // names, each with a space after it
+bool executes = true;
 // Of the launch and the block that run.
 const Kernel* kernel;
 const char* argument;
+size_t shared_bytes;
+int block;
 std::vector<Thread> threads;
-std::vector<char> shared;
 std::vector<Cell> shared_cells;
 std::unordered_map<Address, Cell> global_cells;
 
+// The thread never goes on.
 [[noreturn]] void fail(const Thread& t, const std::string& what) {
   const Instruction& i = kernel->code[t.at];
-  const std::string who = "thread " + std::to_string(t.thread) + " of block " + std::to_string(t.block);
-  throw std::runtime_error(i.place + ", " + i.name + ": " + who + " " + what);
+  emulator::fail("%s, %s: thread %d %s", i.place.c_str(), i.name.c_str(), t.thread, what.c_str());
+  while (true) emulator::wait(emulator::State::done);
 }
 
 template <typename T>
@@ -87,19 +80,17 @@ void put(Thread& t, int number, T x) {
   std::memcpy(&(t.registers[size_t(number)] = 0), &x, sizeof x);
 }
 
-void check_order(const Point& p, const Thread& t, Use use) {
-  const bool in_warp = p.warp == t.warp && (p.syncs < t.syncs || p.thread == t.thread);
-  if (p.block < 0 || (p.block == t.block && (p.barriers < t.barriers || in_warp))) return;
-  const std::string what = use == Use::read ? "reads" : "writes", who = "warp " + std::to_string(p.warp);
-  const std::string where = std::to_string(p.block) + " uses at " + kernel->code[p.at].place;
-  fail(t, "races: it " + what + " what " + who + " of block " + where);
-}
-
 void record(Cell& cell, const Thread& t, Use use) {
+  const auto check = [&](const Point& p) {
+    const bool in_warp = p.warp == t.warp && (p.syncs < t.syncs || p.thread == t.thread);
+    if (p.block < 0 || (p.block == t.block && (p.barriers < t.barriers || in_warp))) return;
+    const std::string who = std::to_string(p.warp) + " of block " + std::to_string(p.block);
+    fail(t, "races with warp " + who + " at " + kernel->code[p.at].place);
+  };
   if (cell.copying && use != Use::end_copy) fail(t, "races: a copy to this place is under way");
-  check_order(cell.write, t, use);
+  check(cell.write);
   if (use != Use::read) {
-    for (const Point& read : cell.reads) check_order(read, t, use);
+    for (const Point& read : cell.reads) check(read);
     cell = {t, use == Use::begin_copy, {}};
     return;
   }
@@ -114,94 +105,72 @@ void record(Cell& cell, const Thread& t, Use use) {
 }
 
 // Checks and records an access. Returns where its bytes are.
-char* reach(const Thread& t, char space, Address address, size_t bytes, Use use) {
+char* reach(const Thread& t, Address address, size_t bytes, Use use) {
+  const Address region = address / kRegion, first = region == 2 ? address % kRegion : address;
   if (address % bytes) fail(t, "is at an address that is not a multiple of " + std::to_string(bytes));
-  if (space == 'p') return const_cast<char*>(argument) + address;
-  if (address < kSharedMemory) fail(t, "is at address " + std::to_string(address));
-  if (space == 's') address -= kSharedMemory;
-  if (space == 's' && address + bytes > shared.size()) fail(t, "is beyond shared memory");
+  if (region == 1) return const_cast<char*>(argument) + address % kRegion;
+  if (region == 0 || (region == 2 && first + bytes > shared_bytes)) fail(t, "is at address " + std::to_string(address));
   if (use != Use::read && bytes < kCell) fail(t, "writes less than the detector of races tells apart");
-  for (Address cell = address / kCell; cell * kCell < address + bytes; ++cell)
-    record(space == 's' ? shared_cells[cell] : global_cells[cell], t, use);
-  return space == 's' ? &shared[address] : reinterpret_cast<char*>(address);
+  for (Address cell = first / kCell; cell * kCell < first + bytes; ++cell)
+    record(region == 2 ? shared_cells[cell] : global_cells[cell], t, use);
+  return reinterpret_cast<char*>(region == 2 ? fwp::cuda::shared_memory() + first : reinterpret_cast<unsigned char*>(address));
 }
 
 template <typename T, bool writes>
-void move(Thread* t, const Instruction& i) {
-  const size_t count = size_t(i.count);
-  const Address address = get<Address>(*t, i.operands[writes ? 0 : count]) + i.offset;
-  T* const x = reinterpret_cast<T*>(reach(*t, i.space, address, count * sizeof(T), writes ? Use::write : Use::read));
+void move(Thread& t, const Instruction& i) {
+  const size_t count = i.count - 1;
+  const Address address = get<Address>(t, i.operands[writes ? 0 : count]) + i.offset;
+  T* const x = reinterpret_cast<T*>(reach(t, address, count * sizeof(T), writes ? Use::write : Use::read));
   for (size_t n = 0; n < count; ++n)
-    if (writes) x[n] = get<T>(*t, i.operands[n + 1]);
-    else put(*t, i.operands[n], x[n]);
+    if (writes) x[n] = get<T>(t, i.operands[n + 1]);
+    else put(t, i.operands[n], x[n]);
 }
 
-// A copy arrives when it begins, or when it is waited for.
-void arrive(const Copy& copy) {
-  std::memset(&shared[copy.to - kSharedMemory], 0, 16);
-  std::memcpy(&shared[copy.to - kSharedMemory], reinterpret_cast<char*>(copy.from), copy.bytes);
+void begin_copy(Thread& t, const Instruction& i) {
+  const bool wanted = get<uint32_t>(t, i.operands[3]);  // otherwise it brings zeros
+  const void* const from = wanted ? reach(t, get<Address>(t, i.operands[1]), 16, Use::read) : nullptr;
+  fwp::cuda::copy_later(reach(t, get<Address>(t, i.operands[0]), 16, Use::begin_copy), from, wanted);
 }
-void begin_copy(Thread* t, const Instruction& i) {
-  const Address to = get<Address>(*t, i.operands[0]), from = get<Address>(*t, i.operands[1]);
-  t->copies.push_back({to, from, get<uint32_t>(*t, i.operands[3]), t->groups});
-  if (t->copies.back().bytes) reach(*t, 'g', from, 16, Use::read);
-  reach(*t, 's', to, 16, Use::begin_copy);
-  if (draw() % 2) arrive(t->copies.back());
-}
-void wait_copies(Thread* t, const Instruction& i) {
-  while (!t->copies.empty() && t->copies[0].group < t->groups - get<int>(*t, i.operands[0])) {
-    reach(*t, 's', t->copies[0].to, 16, Use::end_copy);
-    arrive(t->copies[0]);
-    t->copies.erase(t->copies.begin());
+void wait_copies(Thread& t, const Instruction& i) {
+  const std::vector<emulator::Copy>& left = emulator::running_fiber().copies;
+  const std::vector<emulator::Copy> before = left;
+  emulator::finish_copies(get<size_t>(t, i.operands[0]));
+  for (size_t n = 0; n < before.size() - left.size(); ++n) {
+    const auto offset = static_cast<unsigned char*>(before[n].to) - fwp::cuda::shared_memory();
+    reach(t, 2 * kRegion + Address(offset), 16, Use::end_copy);
   }
 }
 
-void end(Thread* t, const Instruction&) {
-  if (!t->copies.empty()) fail(*t, "ends before its copies");
-  t->state = State::ended;
+void shuffle(Thread& t, const Instruction& i) {
+  const uint32_t given = get<uint32_t>(t, i.operands[2]), lanes = get<uint32_t>(t, i.operands[5]);
+  put(t, i.operands[0], __shfl_xor_sync(lanes, given, get<int>(t, i.operands[3])));
 }
-
-void shuffle(Thread* lanes, const Instruction& i) {
-  uint32_t given[kWarp];
-  for (int n = 0; n < kWarp; ++n) given[n] = get<uint32_t>(lanes[n], i.operands[2]);
-  if (get<int>(*lanes, i.operands[5]) != -1) fail(*lanes, "shuffles a part of a warp");
-  for (int n = 0; n < kWarp; ++n) put(lanes[n], i.operands[0], given[n ^ get<int>(lanes[n], i.operands[3])]);
-}
-
-// The emulator's matrix products and loads.
-std::vector<emulator::Fiber> fibers(kWarp);
-void multiply(Thread* lanes, const Instruction& i) {
-  const auto word = [](size_t lane, size_t n) { return reinterpret_cast<uint32_t*>(&fibers[lane].fragments) + n; };
-  for (size_t lane = 0; lane < kWarp; ++lane)
-    for (size_t n = 0; n < 10; ++n) *word(lane, n) = get<uint32_t>(lanes[lane], i.operands[4 + n]);
-  emulator::multiply(fibers.data());
-  for (size_t lane = 0; lane < kWarp; ++lane)
-    for (size_t n = 0; n < 4; ++n) put(lanes[lane], i.operands[n], *word(lane, 6 + n));
+void multiply(Thread& t, const Instruction& i) {
+  uint32_t a[4];
+  float c[4];
+  for (size_t n = 0; n < 4; ++n) a[n] = get<uint32_t>(t, i.operands[4 + n]), c[n] = get<float>(t, i.operands[10 + n]);
+  fwp::cuda::mma(c, a, get<uint32_t>(t, i.operands[8]), get<uint32_t>(t, i.operands[9]));
+  for (size_t n = 0; n < 4; ++n) put(t, i.operands[n], c[n]);
 }
 template <bool transposed>
-void load_matrices(Thread* lanes, const Instruction& i) {
-  for (size_t lane = 0; lane < kWarp; ++lane) {
-    const char* const row = reach(lanes[lane], 's', get<Address>(lanes[lane], i.operands[4]), 16, Use::read);
-    fibers[lane].row = reinterpret_cast<const uint16_t*>(row);
-  }
-  emulator::load(fibers.data(), transposed);
-  for (size_t lane = 0; lane < kWarp; ++lane)
-    for (size_t n = 0; n < 4; ++n) put(lanes[lane], i.operands[n], fibers[lane].fragments.a[n]);
+void load_matrices(Thread& t, const Instruction& i) {
+  uint32_t x[4];
+  fwp::cuda::load_matrices(reach(t, get<Address>(t, i.operands[4]), 16, Use::read), x, transposed);
+  for (size_t n = 0; n < 4; ++n) put(t, i.operands[n], x[n]);
 }
 
-// Those with .sync wait for their warp, or bar.sync for its block.
 const std::map<std::string, Handler> kOpcodes = {
-    {"nop", [](Thread*, const Instruction&) {}},
-    {"bra", [](Thread* t, const Instruction& i) { t->at = get<size_t>(*t, i.operands[0]) - 1; }},
-    {"ret", end},
-    {"bar.sync", [](Thread*, const Instruction&) { for (Thread& t : threads) ++t.barriers; }},
-    {"bar.warp.sync", [](Thread* t, const Instruction&) { for (int n = 0; n < kWarp; ++n) ++t[n].syncs; }},
+    {"nop", [](Thread&, const Instruction&) {}},
+    {"bra", [](Thread& t, const Instruction& i) { t.at = get<size_t>(t, i.operands[0]) - 1; }},
+    {"ret", [](Thread& t, const Instruction&) { t.at = kernel->code.size(); }},
+    {"bar.sync", [](Thread& t, const Instruction&) { __syncthreads(), ++t.barriers; }},
+    {"bar.warp.sync", [](Thread& t, const Instruction&) { __syncwarp(), ++t.syncs; }},
     {"shfl.sync.bfly.b32", shuffle},
     {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", multiply},
-    {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", load_matrices<false>},
-    {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", load_matrices<true>},
-    {"cp.async.cg.shared.global", begin_copy},
-    {"cp.async.commit_group", [](Thread* t, const Instruction&) { ++t->groups; }},
+    {"ldmatrix.sync.aligned.m8n8.x4.b16", load_matrices<false>},
+    {"ldmatrix.sync.aligned.m8n8.x4.trans.b16", load_matrices<true>},
+    {"cp.async.cg", begin_copy},
+    {"cp.async.commit_group", [](Thread&, const Instruction&) { fwp::cuda::commit_copies(); }},
     {"cp.async.wait_group", wait_copies},
 };
 
@@ -213,11 +182,11 @@ uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
 uint64_t mask(uint32_t first, uint32_t count) { return ((1ull << count) - 1) << first; }
 
 #define IF(opcode, result)                                                                                 \
-  if (name == opcode) return [](Thread* t, const Instruction& i) {                                         \
-    [[maybe_unused]] const T x = get<T>(*t, i.operands[1]), y = get<T>(*t, i.operands[2]);                 \
-    [[maybe_unused]] const T z = get<T>(*t, i.operands[3]);                                                \
-    [[maybe_unused]] const uint32_t n = get<uint32_t>(*t, i.operands[2]), m = get<uint32_t>(*t, i.operands[4]); \
-    put(*t, i.operands[0], result);                                                                        \
+  if (name == opcode) return [](Thread& t, const Instruction& i) {                                         \
+    [[maybe_unused]] const T x = get<T>(t, i.operands[1]), y = get<T>(t, i.operands[2]);                 \
+    [[maybe_unused]] const T z = get<T>(t, i.operands[3]);                                                \
+    [[maybe_unused]] const uint32_t n = get<uint32_t>(t, i.operands[2]), m = get<uint32_t>(t, i.operands[4]); \
+    put(t, i.operands[0], result);                                                                        \
   };
 // The handler of an opcode with operands of type T, or null.
 template <typename T>
@@ -233,7 +202,7 @@ Handler of_type(const std::string& name) {
     IF("mul", x * y) IF("fma", std::fma(x, y, z)) IF("abs", std::fabs(x)) IF("setp.neu", x != y)
     IF("cvt.bf16x2", fwp::cuda::pair_of(float(y), float(x))) IF("cvt.f16", fwp::cuda::half_bits_of_float(float(x)))
   } else {
-    IF("mov", x) IF("cvta.to.global", x) IF("selp", z ? x : y) IF("setp.ne", x != y)
+    IF("mov", x) IF("cvta.to", x) IF("selp", z ? x : y) IF("setp.ne", x != y)
     IF("mul.lo", x * y) IF("mad.lo", x * y + z) IF("div", y ? x / y : 0) IF("rem", y ? x % y : 0)
     IF("and", x & y) IF("or", x | y) IF("xor", x ^ y) IF("not", x ^ T(-1))
     IF("shl", n < size ? uint64_t(x) << n : 0) IF("shr", x >> std::min<size_t>(n, size - 1) >> (n >= size))
@@ -257,90 +226,58 @@ const std::map<std::string, Handler (*)(const std::string&)> kTypes = {
 };
 
 Handler find(const std::string& name) {
-  const size_t dot = std::min(name.rfind('.'), name.size() - 1);
-  const auto opcode = kOpcodes.find(name);
+  if (const auto found = kOpcodes.find(name); found != kOpcodes.end()) return found->second;
+  const size_t dot = name.rfind('.');
   const auto type = kTypes.find(name.substr(dot + 1));
-  Handler run = opcode != kOpcodes.end() ? opcode->second : nullptr;
-  if (!run && type != kTypes.end()) run = type->second(name.substr(0, dot));
-  return run ? run : [](Thread* t, const Instruction&) { fail(*t, "has an unknown opcode"); };
+  const Handler run = type != kTypes.end() ? type->second(name.substr(0, dot)) : nullptr;
+  return run ? run : [](Thread& t, const Instruction&) { fail(t, "has an unknown opcode"); };
 }
 
-// Until it waits, has ended or its turn is over.
-void take_turn(Thread& t, uint64_t instructions) {
-  for (; instructions-- && t.state == State::ready; t.at += t.state == State::ready) {
+// The work of a fiber.
+void run_thread() {
+  const emulator::Machine& machine = emulator::machine();
+  if (block != int(machine.block)) block = int(machine.block), shared_cells.assign(shared_bytes / kCell + 1, {});
+  Thread& t = threads[size_t(machine.running)];
+  t = {{block, machine.running / emulator::kWarp, machine.running}, kernel->registers};
+  put(t, 0, t.thread), put(t, 1, block), put(t, 2, machine.threads);
+  for (; t.at < kernel->code.size(); ++t.at) {
     const Instruction& i = kernel->code[t.at];
-    if (get<bool>(t, i.predicate) == bool(i.negated)) continue;
-    if (i.waits == State::ready) i.run(&t, i);
-    else t.state = i.waits;
+    if (get<bool>(t, i.predicate) != bool(i.negated)) i.run(t, i);
   }
 }
 
-// Whether all these threads are in this state; then they execute their instruction and go on.
-bool meet(size_t first, size_t count, State state) {
-  for (size_t n = first; n < first + count; ++n)
-    if (threads[n].state != state) return false;
-  const size_t at = threads[first].at;
-  for (size_t n = first; n < first + count; ++n)
-    if (threads[n].at != at) fail(threads[n], "waits, but thread " + std::to_string(first) + " waits elsewhere");
-  kernel->code[at].run(&threads[first], kernel->code[at]);
-  for (size_t n = first; n < first + count; ++n) ++threads[n].at, threads[n].state = State::ready;
-  return true;
+const char* launch(const char* name, int64_t blocks, int count, size_t bytes, const void* x) {
+  launched += name + std::string(" ");
+  kernel = &kernels.at(name), argument = static_cast<const char*>(x), shared_bytes = bytes, block = -1;
+  threads.assign(size_t(count), {});
+  global_cells.clear();
+  if (executes) emulator::launch(blocks, count, bytes, run_thread);
+  return fwp::cuda::failure();
 }
-
-void run_block(int block, size_t count) {
-  std::fill(shared.begin(), shared.end(), char(-1));  // NaN in every type
-  shared_cells.assign(shared.size() / kCell + 1, {});
-  threads.assign(count, {});
-  for (size_t n = 0; n < count; ++n) {
-    Thread& t = threads[n];
-    t.block = block, t.thread = int(n), t.warp = t.thread / kWarp, t.registers = kernel->registers;
-    put(t, 0, t.thread), put(t, 1, block), put(t, 2, int(count));
-  }
-  for (size_t ready = count; ready || meet(0, count, State::at_block);) {
-    if (!ready) ready = count;
-    Thread& t = threads[draw() % count];
-    if (t.state != State::ready) continue;
-    take_turn(t, 1 + draw() % kLongestTurn);
-    ready -= t.state != State::ready;
-    if (t.state == State::at_warp && meet(size_t(t.warp) * kWarp, kWarp, State::at_warp)) ready += kWarp;
-  }
-  for (const Thread& t : threads)
-    if (t.state != State::ended) fail(t, "waits for ever");
-}
+const bool kLaunches = (emulator::machine().launcher = launch);
 
 }  // namespace
-
-extern "C" void interpreter_seed(uint64_t seed) { draw.seed(seed); }
 
 // Replaces an earlier text of the kernel.
 extern "C" void interpreter_load(const char* text) {
   std::istringstream in(text);
   std::string name;
-  size_t registers, constants, instructions, number, operands;
+  size_t registers, constants, instructions, number;
   in >> name >> registers >> constants >> instructions;
   Kernel& to = kernels[name] = {std::vector<uint64_t>(registers), std::vector<Instruction>(instructions)};
   while (constants--) in >> number >> to.registers.at(number);
   for (Instruction& i : to.code) {
-    in >> i.place >> i.name >> i.space >> i.count >> i.negated >> i.predicate >> i.offset >> operands;
-    for (size_t n = 0; n < operands; ++n) in >> i.operands.at(n);
-    const bool together = i.name.find(".sync") != std::string::npos;
-    i.waits = i.name == "bar.sync" ? State::at_block : together ? State::at_warp : State::ready;
+    in >> i.place >> i.name >> i.negated >> i.predicate >> i.offset >> i.count;
+    for (size_t n = 0; n < i.count; ++n) in >> i.operands.at(n);
     i.run = find(i.name);
   }
 }
 
-// Returns null, or what went wrong.
-extern "C" const char* interpreter_launch(const char* name, int64_t blocks, int count, size_t bytes, const char* x) {
-  static std::string error;
-  try {
-    kernel = &kernels.at(name);
-    argument = x;
-    shared.resize(bytes);
-    global_cells.clear();
-    for (int64_t block = 0; block < blocks; ++block) run_block(int(block), size_t(count));
-    return nullptr;
-  } catch (const std::exception& e) {
-    error = e.what();
-    return error.c_str();
-  }
+// Returns the names of kernels that were launched since the last call. Later launches are executed, or only named.
+extern "C" const char* interpreter_launched(bool execute) {
+  static std::string names;
+  names = std::move(launched), launched.clear(), executes = execute;
+  return names.c_str();
 }
+
+#include "../../emulator/emulator.cpp"  // the launchers

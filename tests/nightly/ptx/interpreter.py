@@ -2,120 +2,85 @@
 
 import ctypes
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from emulator import Emulator, build
 
 SPECIAL = ("%tid.x", "%ctaid.x", "%ntid.x")  # the first registers, which the interpreter sets
-SHARED_MEMORY = 4096  # its address, as in interpreter.cpp
 ENTRY = re.compile(r"\.entry (\w+)\(.*?\n\{\n(.*?)\n\}", re.DOTALL)
 FILE = re.compile(r'\.file\s+(\d+) ".*/cuda_ext/cuda/(.*)"')
-INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.]*)\s*(.*);")
-ACCESS = re.compile(r"(ld|st)(?:\.(shared|global|param))?(?:\.nc)?(?:\.v(\d))?(\.\w+)")
+INSTRUCTION = re.compile(r"(?:\{\s+)?(?:@(!?)(%p\d+)\s+)?([a-z][\w.]*)\s*(.*?);[ }]*")
 ADDRESS = re.compile(r"\[([%\w.]+)(?:\+(-?\d+))?\]")
-# Rounding to nearest needs no name, and numbers are moved as bits.
-NAMES = {r"\.(rn|uni)\b": "", r"^(ld|st|mov|selp)\.[fs](\d+)$": r"\1.b\2", r"^cvt\.f32\.f16$": "half.b16"}
-
-
-class Kernel:
-    """Registers, labels and translated instructions of a kernel."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.place = name, name
-        self.registers = {register: number for number, register in enumerate(SPECIAL)}
-        self.labels: dict[str, int] = {}
-        self.lines: list[str] = []
-
-    def number(self, operand: str) -> int:
-        """Return the register of an operand; each constant has one, too."""
-        return self.registers.setdefault(operand, len(self.registers))
-
-    def value(self, constant: str) -> int:
-        if constant.startswith(self.name):  # the address of its argument
-            return 0
-        if constant.endswith("fwp_shared_bytesE"):
-            return SHARED_MEMORY
-        if constant[:2] in ("0f", "0d"):
-            return int(constant[2:], 16)
-        return self.labels[constant] if constant in self.labels else int(constant, 0) % 2**64
-
-    def add(self, negated: str, predicate: str, name: str, operands: str) -> None:
-        space, count = "-", 1
-        if access := ACCESS.fullmatch(name):
-            name, space, count = access[1] + access[4], (access[2] or "global")[0], int(access[3] or 1)
-        if name.startswith("mov.") and operands.startswith("{"):  # a register becomes two
-            low, high, x = re.findall(r"[^\s,{}]+", operands)
-            self.add(negated, predicate, name, f"{low}, {x}")
-            name, operands = name.replace("mov", "high"), f"{high}, {x}"
-        elif name.startswith("mov.") and "{" in operands:
-            name = name.replace("mov", "pack")
-        for old, new in NAMES.items():
-            name = re.sub(old, new, name)
-        offsets = [int(offset or 0) for _, offset in ADDRESS.findall(operands)]
-        assert len(offsets) < 2 or not any(offsets), operands
-        assert not name.startswith("bar") or operands in ("0", "-1"), operands  # the whole block, or warp
-        numbers = [self.number(x) for x in re.findall(r"[^\s,|{}]+", ADDRESS.sub(r"\1", operands))]
-        fields = (self.place, name, space, count, int(bool(negated)), self.number(predicate or "1"))
-        self.lines.append(" ".join(map(str, (*fields, sum(offsets) % 2**64, len(numbers), *numbers))))
-
-    def text(self) -> str:
-        values = [f"{number} {self.value(x)}" for x, number in self.registers.items() if x[0] != "%"]
-        sizes = f"{len(self.registers)} {len(values)} {len(self.lines)}"
-        return "\n".join([f"{self.name} {sizes}", *values, *self.lines, ""])
+SIMPLER = {
+    r"(@!?%p\d+\s+)?mov\.b(\d+)\s+\{(\S+), (\S+)\}, (\S+);": r"\1mov.b\2 \3, \5;\n\1high.b\2 \4, \5;",
+    r"\bmov(\.b\d+\s+\S+, \{)": r"pack\1",
+    r"\.(rn|uni|shared|global|param|nc|v[24])\b": "",  # the usual rounding; an address tells its memory
+    r"\b(ld|st|mov|selp)\.[fs](\d+)\b": r"\1.b\2",  # moved as bits
+    r"\bcvt\.f32\.f16\b": "half.b16",
+    r"\b_Z\w+_param_0\b": str(1 << 20),  # the addresses of the argument and of shared memory, as in interpreter.cpp
+    r"\b_Z\w+fwp_shared_bytesE\b": str(2 << 20),
+}
 
 
 def translate(ptx: str) -> dict[str, str]:
     """Return the interpreter's text of each kernel."""
-    files, texts = dict(FILE.findall(ptx)), {}
-    for name, body in ENTRY.findall(ptx):
-        kernel = Kernel(name)
-        for line in body.splitlines():
-            line = line.partition("//")[0].strip()
-            if place := re.match(r"\.loc\s+(\d+) (\d+)", line):
-                if place[1] in files:  # not one of CUDA's or the compiler's
-                    kernel.place = f"{files[place[1]]}:{place[2]}"
-            elif label := re.fullmatch(r"(\$\w+):", line):
-                kernel.labels[label[1]] = len(kernel.lines)
-            elif instruction := INSTRUCTION.fullmatch(line.strip("{} ") if line.startswith("{ ") else line):
-                kernel.add(*instruction.groups(""))
-            else:
-                assert not line or line.startswith((".reg", ".pragma")), (name, line)
-        texts[name] = kernel.text()
-    return texts
+    files = dict(FILE.findall(ptx))
+    for pattern, simple in SIMPLER.items():
+        ptx = re.sub(pattern, simple, ptx)
+    return {name: text_of(name, body, files) for name, body in ENTRY.findall(ptx)}
+
+
+def text_of(name: str, body: str, files: dict[str, str]) -> str:
+    """Return a line of sizes, the values of constants by register, and a line for each instruction."""
+    registers = {register: number for number, register in enumerate(SPECIAL)}
+    labels, lines, place = dict[str, int](), list[str](), name
+
+    def number(operand: str) -> int:
+        return registers.setdefault(operand, len(registers))  # each constant has a register, too
+
+    def value(constant: str) -> int:
+        if constant[:2] in ("0f", "0d"):
+            return int(constant[2:], 16)
+        return labels[constant] if constant in labels else int(constant, 0) % 2**64
+
+    for line in body.splitlines():
+        line = line.partition("//")[0].strip()
+        if found := re.match(r"\.loc\s+(\d+) (\d+)", line):
+            if found[1] in files:  # not one of CUDA's or the compiler's
+                place = f"{files[found[1]]}:{found[2]}"
+        elif found := re.fullmatch(r"(\$\w+):", line):
+            labels[found[1]] = len(lines)
+        elif found := INSTRUCTION.fullmatch(line):
+            negated, predicate, opcode, operands = found.groups("")
+            offsets = [int(offset or 0) for _, offset in ADDRESS.findall(operands)]
+            assert len(offsets) < 2 or not any(offsets), line
+            assert not opcode.startswith("bar") or operands in ("0", "-1"), line  # the whole block, or warp
+            numbers = [number(x) for x in re.findall(r"[^\s,|{}]+", ADDRESS.sub(r"\1", operands))]
+            fields = (place, opcode, int(bool(negated)), number(predicate or "1"), sum(offsets) % 2**64)
+            lines.append(" ".join(map(str, (*fields, len(numbers), *numbers))))
+        else:
+            assert not line or line.startswith((".reg", ".pragma")), (name, line)
+    values = [f"{number} {value(x)}" for x, number in registers.items() if x[0] != "%"]
+    return "\n".join([f"{name} {len(registers)} {len(values)} {len(lines)}", *values, *lines, ""])
 
 
 FLAGS = ("-std=c++20", "-O2", "-fwrapv", "-fno-strict-aliasing", "-Wall", "-Werror")
-ARGUMENTS = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p)
-LAUNCHER = ctypes.CFUNCTYPE(ctypes.c_void_p, *ARGUMENTS)
 
 
 class Interpreter(Emulator):
-    """The operator, with launches in PTX, of translated kernels by name. `launched` collects their names."""
+    """The operator, with launches in PTX, of translated kernels by name."""
 
-    def __init__(self, kernels: dict[str, str]) -> None:
-        super().__init__(build())
-        self.kernels, self.launched, self.executes = kernels, set[str](), True
-        self._interpreter = ctypes.CDLL(str(build(source=Path(__file__).with_suffix(".cpp"), flags=FLAGS)))
-        self._interpreter.interpreter_launch.argtypes = ARGUMENTS
-        self._interpreter.interpreter_launch.restype = ctypes.c_void_p
-        self._launcher = LAUNCHER(self._launch)
+    def __init__(self, kernels: dict[str, str], flags: Sequence[str] = FLAGS) -> None:
+        super().__init__(build(source=Path(__file__).with_suffix(".cpp"), flags=flags))
+        self._library.interpreter_launched.restype = ctypes.c_char_p
+        self.kernels = kernels
         for text in kernels.values():
             self.load(text)
 
     def load(self, text: str) -> None:
-        self._interpreter.interpreter_load(text.encode())
+        self._library.interpreter_load(text.encode())
 
-    def seed(self, seed: int) -> None:
-        self._interpreter.interpreter_seed(ctypes.c_uint64(seed))
-
-    def _launch(self, kernel: bytes, *how: Any) -> int | None:
-        self.launched.add(kernel.decode())
-        return self._interpreter.interpreter_launch(kernel, *how) if self.executes else None
-
-    def _run(self, *arguments: Any, **how: Any) -> None:
-        self._library.emulator_send_launches(self._launcher)
-        try:
-            super()._run(*arguments, **how)
-        finally:
-            self._library.emulator_send_launches(None)
+    def launched(self, execute: bool = True) -> set[str]:
+        """Return the names of kernels that were launched since the last call; execute later launches, or do not."""
+        return set(self._library.interpreter_launched(execute).decode().split())
