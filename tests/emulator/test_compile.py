@@ -12,17 +12,18 @@ from nvcc import compile_source, compiled_kernels, needs_nvcc, parse_report
 # passes on the tensor cores, whose threads hold 64 numbers of the state where it has 128 rows, have one block of 256.
 GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255}
 # For each of the eight rules, the forward scan in three shapes (float64: two), and the backward scan in four (two).
-# Three kernels of sums. On tensor cores (L), for each of four numbers of rows: both passes of four rules, and the
+# Four kernels of sums. On tensor cores (L), for each of four numbers of rows: both passes of four rules, and the
 # states of the sum and the delta rule. For segments, one kernel goes from segment to segment, and all rules except
 # the sum have two more. With decays by key, two rules have the scores, the gradients of keys, and in both directions
 # the states and the ends of segments.
-KERNELS_BY_TYPE = {"f": 8 * (3 + 4) + 3, "d": 8 * (2 + 2) + 3, "L": (4 * 2 + 3 * 2 + 2 + 1 + 2 * 6) * 4}
+KERNELS_BY_TYPE = {"f": 8 * (3 + 4) + 4, "d": 8 * (2 + 2) + 4, "L": (4 * 2 + 3 * 2 + 2 + 1 + 2 * 6) * 4}
 # Bytes of local memory, at most: these passes use all registers, and keep some addresses outside.
 GREATEST_STACK = {
     "Gradients": 160,
     "ILi64ELb1E": 16,
     "ILi128ELb1E": 160,
-    "ILi128ELb0ELb1E": 80,
+    "ILi128ELb0ELb1E": 88,
+    "RecurrentBackwardIdLNS0_5FadesE0ELNS0_6ErasesE1EEELi16E": 24,
     "StatesILi128ELb0ELb0E": 48,
 }
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from emulator import Emulator, build
@@ -13,8 +12,8 @@ FILE = re.compile(r'\.file\s+(\d+) ".*/cuda_ext/cuda/(.*)"')
 INSTRUCTION = re.compile(r"(?:\{\s+)?(?:@(!?)(%p\d+)\s+)?([a-z][\w.]*)\s*(.*?);[ }]*")
 ADDRESS = re.compile(r"\[([%\w.]+)(?:\+(-?\d+))?\]")
 SIMPLER = {
-    r"(@!?%p\d+\s+)?mov\.b(\d+)\s+\{(\S+), (\S+)\}, (\S+);": r"\1mov.b\2 \3, \5;\n\1high.b\2 \4, \5;",
-    r"\bmov(\.b\d+\s+\S+, \{)": r"pack\1",
+    r"(@!?%p\d+\s+)?mov\.b(\d+)\s+\{([^\s,]+),\s*(\S+)\},\s*(\S+);": r"\1mov.b\2 \3, \5;\n\1high.b\2 \4, \5;",
+    r"\bmov(\.b\d+\s+\S+,\s*\{)": r"pack\1",
     r"\.(rn|uni|shared|global|param|nc|v[24])\b": "",  # the usual rounding; an address tells its memory
     r"\b(ld|st|mov|selp)\.[fs](\d+)\b": r"\1.b\2",  # moved as bits
     r"\bcvt\.f32\.f16\b": "half.b16",
@@ -55,6 +54,7 @@ def text_of(name: str, body: str, files: dict[str, str]) -> str:
             negated, predicate, opcode, operands = found.groups("")
             offsets = [int(offset or 0) for _, offset in ADDRESS.findall(operands)]
             assert len(offsets) < 2 or not any(offsets), line
+            assert not opcode.startswith("mov") or "{" not in operands, line
             assert not opcode.startswith("bar") or operands in ("0", "-1"), line  # the whole block, or warp
             numbers = [number(x) for x in re.findall(r"[^\s,|{}]+", ADDRESS.sub(r"\1", operands))]
             fields = (place, opcode, int(bool(negated)), number(predicate or "1"), sum(offsets) % 2**64)
@@ -71,8 +71,8 @@ FLAGS = ("-std=c++20", "-O2", "-fwrapv", "-fno-strict-aliasing", "-Wall", "-Werr
 class Interpreter(Emulator):
     """The operator, with launches in PTX, of translated kernels by name."""
 
-    def __init__(self, kernels: dict[str, str], flags: Sequence[str] = FLAGS) -> None:
-        super().__init__(build(source=Path(__file__).with_suffix(".cpp"), flags=flags))
+    def __init__(self, kernels: dict[str, str]) -> None:
+        super().__init__(build(source=Path(__file__).with_suffix(".cpp"), flags=FLAGS))
         self._library.interpreter_launched.restype = ctypes.c_char_p
         self.kernels = kernels
         for text in kernels.values():
