@@ -20,7 +20,7 @@ from fairseq import options
 from pairwise import looped
 from small_text import write_text
 
-from fairseq_fwp.cli import add_layer, convert, eval_lm, info, plot
+from fairseq_fwp.cli import add_layer, convert, eval_lm, export, info, plot
 from fairseq_fwp.evaluation import Protocol, Text, evaluate
 from fairseq_fwp.models.attention_options import rule_choices
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
@@ -97,7 +97,7 @@ def test_the_front_page_is_one_page_and_names_every_rule_map_and_architecture():
 # Commands and their flags.
 
 PARSERS = {f"fwp-{module.__name__.rpartition('.')[2].replace('_', '-')}": module for module in (
-    add_layer, convert, eval_lm, info, plot,
+    add_layer, convert, eval_lm, export, info, plot,
 )}  # fmt: skip
 FAIRSEQ = {
     "fairseq-eval-lm": options.get_eval_lm_parser,
