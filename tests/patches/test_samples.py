@@ -22,7 +22,7 @@ def test_every_index_is_in_one_batch(multiple, count):
         batches = data_utils.batch_by_size(
             np.arange(count), lambda index: sizes[index], required_batch_size_multiple=multiple, **arguments
         )
-        assert [index for batch in batches for index in batch] == list(range(count))
+        assert [index for batch in batches for index in batch] == list(range(count)) and all(map(len, batches))
 
 
 @looped("context", [1, 7])
