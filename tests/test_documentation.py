@@ -176,6 +176,8 @@ def test_the_lines_of_python_print_what_they_say():
 
 @pytest.mark.slow
 def test_the_quick_start(tmp_path):
+    """In a folder with the package, as in the checkout."""
+    (tmp_path / "fairseq_fwp").symlink_to(ROOT / "fairseq_fwp")
     (script,) = (block for block in blocks(README, "bash") if block.startswith("python - <<"))
     said = shell(script.replace("--max-update 400", "--max-update 20"), tmp_path)
     assert "num_updates 20" in said and "Perplexity" in said and "\nD-0\t" in said
