@@ -277,12 +277,13 @@ def write_public_checkpoint(folder, words):
 
 @pytest.mark.slow
 def test_commands_print_what_a_page_shows(tmp_path):
-    """Each block of shell or Python that a block of output follows, with the sources of the package for DATA.
+    """Each block of shell or Python that a block of output follows, with the sources of package and tests for DATA.
 
     At most a sentence is between the two blocks.
     A fast weight layer has nothing to learn from random words: its gradients overflow.
     """
-    lines = [line for path in sorted(ROOT.glob("fairseq_fwp/**/*.py")) for line in path.read_text().splitlines()]
+    paths = sorted(path for folder in ("fairseq_fwp", "tests") for path in (ROOT / folder).glob("**/*.py"))
+    lines = [line for path in paths for line in path.read_text().splitlines()]
     preprocess = ["fairseq-preprocess", "--only-source", "--thresholdsrc", "5", "--destdir", "DATA", "--workers", "1"]
     for split, part in (("train", lines[1000:]), ("valid", lines[:500]), ("test", lines[500:1000])):
         (tmp_path / f"{split}.txt").write_text("\n".join(part) + "\n")

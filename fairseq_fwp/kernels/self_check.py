@@ -40,7 +40,7 @@ LONG = (
     {"B": 1, "H": 1, "Hk": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 16},
     {"B": 1, "H": 1, "Hk": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 160},
 )
-WITH_SEGMENTS = ("sum", "delta", "gated", "gla", "gated_delta")
+WITH_SEGMENTS = ("sum_rule", "delta_rule", "gated_rule", "gla_rule", "gated_delta_rule")
 # Greatest distance from the reference, relative to its norm; the tests' bounds are at most a sixth of it.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 Faults = dict[str, str]  # rule: the fault of its kernel
@@ -61,7 +61,7 @@ def distrusted(rule: str, device: str, required: bool = False) -> bool:
     return bool(reason)
 
 
-# As dispatch.require_kernel: a trace calls it, and treats the result as a constant.
+# As backend.require_kernel: a trace calls it, and treats the result as a constant.
 distrusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -22,7 +22,8 @@ SUM = {"decoder_update_rule": "sum", "attention_normalization": True}
 DELTA = {"decoder_update_rule": "delta", "sum_normalization": True}
 GATED = {"decoder_update_rule": "gated", "attention_normalization": True}
 DECAY = {"decoder_update_rule": "decay", "decoder_feature_map": "identity"}
-# Only the rules are from these papers: maps, normalisation and sizes are the Delta Networks', for comparison.
+# Only the rules are from these papers: maps, normalisation and sizes are the Delta Networks', for comparison. Their
+# whole layers are in MODERN_PRESETS below.
 GLA = {**DELTA, "decoder_update_rule": "gla"}
 GATED_DELTA = {**DELTA, "decoder_update_rule": "gated_delta"}
 KDA = {**DELTA, "decoder_update_rule": "kda"}

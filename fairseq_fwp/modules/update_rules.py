@@ -1,7 +1,7 @@
 """Update rules for layers: the operator, and the gates that a layer projects for it.
 
-A new rule is one file in `ops/` and one line in `UPDATE_RULES`. Shapes: B batch, H heads, L tokens, Dk size of a mapped
-key, Dv size of a value.
+A new rule is a step in `ops/rules.py`, or in a plug-in, and one line in `UPDATE_RULES`. Shapes: B batch, H heads, L
+tokens, Dk size of a mapped key, Dv size of a value.
 """
 
 import math

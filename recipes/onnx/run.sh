@@ -8,14 +8,14 @@ set -euo pipefail
 out=$root/runs/onnx
 if [ "${1:-}" = --out ] && [ $# -eq 2 ]; then out=$2
 elif [ $# -gt 0 ]; then echo "run.sh: arguments must be --out FOLDER or none, got $*" >&2; exit 2; fi
-run=$root/runs/quickstart
-[ -f "$run/delta/checkpoint_best.pt" ] || bash "$root/recipes/quickstart/run.sh"
+trained=$root/runs/quickstart
+[ -f "$trained/delta/checkpoint_best.pt" ] || bash "$root/recipes/quickstart/run.sh"
 mkdir -p "$out"
 for bits in 32 8; do
   quantize=(); [ $bits = 32 ] || quantize=(--quantize int8)
-  [ -d "$out/$bits" ] || run fwp-export "$run/data/bin" --path "$run/delta/checkpoint_best.pt" --out "$out/$bits" \
-    --bpe-codes "$run/data/bpe/codes" ${quantize[@]+"${quantize[@]}"}
-  run python "$here/generate.py" "$out/$bits" "$(cat "$run/prompt.txt")" --beam 3
+  [ -d "$out/$bits" ] || run fwp-export "$trained/data/bin" --path "$trained/delta/checkpoint_best.pt" --out "$out/$bits" \
+    --bpe-codes "$trained/data/bpe/codes" ${quantize[@]+"${quantize[@]}"}
+  run python "$here/generate.py" "$out/$bits" "$(cat "$trained/prompt.txt")" --beam 3
   run python "$here/generate.py" "$out/$bits" --measure
-  run python "$here/generate.py" "$out/$bits" --score "$run/data/text/test.txt"
+  run python "$here/generate.py" "$out/$bits" --score "$trained/data/text/test.txt"
 done

@@ -27,6 +27,7 @@ def library(tmp_path, monkeypatch):
     path.write_bytes(b"code")
     monkeypatch.setattr(self_check, "CHECKED", ("cpu",))
     monkeypatch.setattr(self_check, "SIZES", ({"B": 1, "H": 2, "Hk": 1, "L": 35, "N": 2, "Dk": 4, "Dv": 5},))
+    monkeypatch.setattr(self_check, "WITH_SEGMENTS", ())
     monkeypatch.setattr(self_check, "load_kernels", lambda device: ops.KernelStatus(True, str(path)))
     monkeypatch.setattr(self_check, "_check_apart", check_here)
     forget(monkeypatch)
@@ -60,8 +61,17 @@ def call(rule=ops.delta_rule, **options):
     return rule(**sample_inputs("delta", (1, 1, 3, 4, 4)), **options)
 
 
-def test_kernels_are_right():
+def test_kernels_are_right(monkeypatch):
+    only = "from fairseq_fwp.kernels import self_check\nself_check.WITH_SEGMENTS = ()"  # a CPU has no segments
+    monkeypatch.setattr(self_check, "CHILD", only + self_check.CHILD)
     assert self_check._check_apart("cpu") == {}
+
+
+def test_rules_with_segments_are_checked_with_long_sequences(wrong, monkeypatch):
+    assert set(self_check.WITH_SEGMENTS) <= {rule.name for rule in RULES}
+    monkeypatch.setattr(self_check, "SIZES", ())
+    monkeypatch.setattr(self_check, "LONG", ({"B": 1, "H": 1, "Hk": 1, "L": 35, "N": 2, "Dk": 4, "Dv": 5},))
+    assert "gradient of q in bfloat16" in self_check._check(DELTA, CPU)
 
 
 PREPARED = f"""{PREAMBLE}
@@ -145,6 +155,7 @@ def test_what_was_found_is_remembered_for_one_library(library, wrong, monkeypatc
         forget(monkeypatch)
         library.write_bytes(content)
         assert self_check.find_faults("cpu") == {}
+    monkeypatch.setattr(self_check, "WITH_SEGMENTS", ())
     monkeypatch.setattr(self_check, "load_kernels", lambda device: 1 / 0)
     assert self_check.find_faults("cpu") == {}  # remembered in this process, without reading the file
     assert checks == ["cpu"] * 2 and {path.name for path in library.parent.iterdir()} == {"kernels.so", "checked.json"}

@@ -154,7 +154,7 @@ def running_sum(k: Tensor, z: Tensor | None = None, first: Tensor | None = None)
     sums = [z.unsqueeze(2)]
     bounds = [0, *first[:, 1:].any(0).nonzero().add(1).flatten().tolist(), k.shape[2]]
     for start, stop in itertools.pairwise(bounds):
-        empty = first[:, start : start + 1, None, None].transpose(1, 2)
+        empty = first[:, start : start + 1, None, None]
         before = sums[-1][:, :, -1:].masked_fill(empty, 0)
         sums.append(torch.cat([before, k[:, :, start:stop].to(wide)], dim=2).cumsum(2)[:, :, 1:])
     return torch.cat(sums, 2)
