@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes everything run: `bash recipes/setup.sh [plots] [dev] [peers]`. Once it is done, another run takes a moment.
+# Makes everything run: `bash recipes/setup.sh [plots] [dev] ...`. Once it is done, another run takes a moment.
 # It uses the virtual (or conda) environment that is active, else .venv, which it makes in the checkout; a PyTorch
 # that is there already stays. TORCH_SPEC='torch==2.12.0' chooses another PyTorch than the tested one.
 set -euo pipefail
@@ -19,6 +19,7 @@ else
   env=$root/.venv lock=$root/.venv.lock
 fi
 python=$env/bin/python
+known=(plots dev onnx transformers peers)
 state=$env/.fairseq_fwp # a stamp for every extra that is set up, the constraints, and pip's words
 log=$state/pip.log
 
@@ -80,7 +81,7 @@ has_torch() { [ -x "$python" ] && "$python" -I -c 'import torch' 2>/dev/null; }
 check_machine() {
   local extra folder=${lock%/*}
   for extra; do
-    case $extra in plots | dev | peers) ;; *) die "there is no extra '$extra': it is plots, dev or peers." ;; esac
+    case " ${known[*]} " in *" $extra "*) ;; *) die "an extra must be one of ${known[*]}, got '$extra'." ;; esac
   done
   check_python
   check_owner
@@ -240,7 +241,7 @@ main() {
   if is_done "$@"; then return; fi
 
   make_venv
-  for extra in plots dev peers transformers; do ! is_stamped "$extra" || extras+=("$extra"); done
+  for extra in "${known[@]}"; do ! is_stamped "$extra" || extras+=("$extra"); done
   rm -f "$state"/*.done # until the end nothing counts as done
   install ${extras[@]+"${extras[@]}"}
   for extra in base ${extras[@]+"${extras[@]}"}; do [ "$extra" = peers ] || key >"$state/$extra.done"; done

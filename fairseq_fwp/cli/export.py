@@ -14,6 +14,7 @@ import logging
 import shutil
 import sys
 import tempfile
+import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +100,7 @@ def quantize(path: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     smaller = path.with_name("smaller.onnx")
-    logging.disable(logging.INFO)  # a line for every tensor that stays as it is
+    logging.disable(logging.WARNING)  # a line for every tensor that stays as it is, and advice for other graphs
     quantize_dynamic(path, smaller, weight_type=QuantType.QInt8)
     logging.disable(logging.NOTSET)
     for file in path.parent.glob("model.onnx*"):
@@ -122,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start_logging()
     for name in ("onnx_ir", "onnxscript", "torch.onnx"):  # each of their passes tells what it does
         logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r".*LeafSpec", FutureWarning)  # of torch, about itself
     args = parser().parse_args(arguments)
     try:
         run(args)

@@ -58,6 +58,13 @@ RECIPES = sorted(
 )
 
 
+def test_every_recipe_names_extras_that_the_set_up_knows():
+    known = re.search(r"^known=\((.*)\)$", (made_up.ROOT / "recipes/setup.sh").read_text(), re.M)[1].split()
+    for path in [*(made_up.ROOT / "recipes").glob("*/run.sh"), made_up.ROOT / "tests/run.sh"]:
+        (named,) = re.findall(r'env\.sh"(.*) -- "\$@"$', path.read_text(), re.M)
+        assert {*named.split()} <= {*known}, path
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_the_help_of_every_recipe(recipe):
     """Every option has a text, every stage too, and recipes of texts say how to use another one."""
