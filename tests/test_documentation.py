@@ -284,8 +284,8 @@ def test_commands_print_what_a_page_shows(tmp_path):
     """
     paths = sorted(path for folder in ("fairseq_fwp", "tests") for path in (ROOT / folder).glob("**/*.py"))
     lines = [line for path in paths for line in path.read_text().splitlines() if "<pad>" not in line]
-    preprocess = ["fairseq-preprocess", "--only-source", "--thresholdsrc", "5", "--destdir", "DATA", "--workers", "1"]
-    for split, part in (("train", lines[1000:]), ("valid", lines[:500]), ("test", lines[500:1000])):
+    preprocess = ["fairseq-preprocess", "--only-source", "--thresholdsrc", "2", "--destdir", "DATA", "--workers", "1"]
+    for split, part in (("train", lines[1500:]), ("valid", lines[:500]), ("test", lines[500:1500])):
         (tmp_path / f"{split}.txt").write_text("\n".join(part) + "\n")
         preprocess += [f"--{split}pref", f"{split}.txt"]
     shell(shlex.join(preprocess), tmp_path)
