@@ -13,7 +13,6 @@ import json
 import logging
 import shutil
 import sys
-import tempfile
 import warnings
 from argparse import Namespace
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import loading, make_parser, start_logging
+from fairseq_fwp.convert.files import new_folder
 from fairseq_fwp.interop.onnx import OPSET, Entry, to_onnx
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 
@@ -49,9 +49,7 @@ def run(args: Namespace) -> None:
         raise ValueError(
             f"{args.path} has a part without a form in ONNX: {str(error).strip().splitlines()[0]}"
         ) from error
-    with tempfile.TemporaryDirectory(dir=args.out.absolute().parent) as made:
-        folder = Path(made) / args.out.name
-        folder.mkdir()
+    with new_folder(args.out) as folder:
         program.save(str(folder / "model.onnx"))
         description = {
             "opset": OPSET,
@@ -71,7 +69,6 @@ def run(args: Namespace) -> None:
             raise ValueError(f"the graph must give the model's log-probabilities, got a difference of {difference:.1e}")
         if args.quantize:
             quantize(folder / "model.onnx")
-        shutil.move(folder, args.out)
     pieces = f"{PIECE} tokens or fewer" if many else "one token, as its rule has no operator for several"
     size = sum(file.stat().st_size for file in args.out.glob("model.onnx*")) / 1e6
     print(f"wrote {args.out}: {size:.1f} MB, a call reads {pieces}; log-probabilities differ by {difference:.1e}")
@@ -79,20 +76,27 @@ def run(args: Namespace) -> None:
 
 def compare(model: Any, folder: Path, entries: list[Entry], many: bool, words: int) -> float:
     """Return the greatest difference of log-probabilities, over calls that continue from each other's states."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     tokens = torch.randint(model.decoder.padding_idx + 1, words, (3, 12), generator=torch.Generator().manual_seed(1))
-    state = [torch.zeros(3, *entry.start[1:], dtype=getattr(torch, entry.dtype)).numpy() for entry in entries]
-    found: list[Tensor] = []
-    for piece in tokens.split([7, 1, 3, 1] if many else 1, dim=1):
-        given = dict(zip((entry.name for entry in entries), state, strict=True))
-        log_probs, *state = session.run(None, {"tokens": piece.numpy(), **given})
-        found.append(torch.from_numpy(log_probs))
+    found = read_pieces(folder, entries, tokens.split([7, 1, 3, 1] if many else 1, dim=1))
     with torch.no_grad():
         features, _ = model.decoder.step(tokens, None, 0)
         expected = model.decoder.adaptive_softmax.get_log_prob(features, None)
-    return float((torch.cat(found, 1) - expected).abs().max())
+    return float((found - expected).abs().max())
+
+
+def read_pieces(folder: Path, entries: list[Entry], pieces: Sequence[Tensor]) -> Tensor:
+    """Return the log-probabilities (B, L, V) of the graph in a folder, for pieces (B, ...) of L tokens in all."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    rows = len(pieces[0])
+    state = [torch.zeros(rows, *entry.start[1:], dtype=getattr(torch, entry.dtype)).numpy() for entry in entries]
+    found: list[Tensor] = []
+    for piece in pieces:
+        given = dict(zip((entry.name for entry in entries), state, strict=True))
+        log_probs, *state = session.run(None, {"tokens": piece.numpy(), **given})
+        found.append(torch.from_numpy(log_probs))
+    return torch.cat(found, 1)
 
 
 def quantize(path: Path) -> None:
