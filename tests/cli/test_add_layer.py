@@ -1,13 +1,12 @@
 """fwp-add-layer: the model keeps its scores, the layer is in the basis of the text, and refusals."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from cli.test_eval_lm import preprocess, train_model
+from cli.test_eval_lm import prepare_random_text, train_model
 from pairwise import looped
 from refusals import refused
 from small_models import build_model
@@ -41,11 +40,8 @@ def train(folder, name, *flags):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with data (binarised), and a checkpoint NAME/checkpoint_last.pt of every base."""
-    folder, chooser = tmp_path_factory.mktemp("add_layer"), random.Random(1)
-    for split, lines in (("train", 60), ("test", 10)):
-        text = (" ".join(f"w{chooser.randrange(30)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
-        (folder / f"{split}.txt").write_text("\n".join(text) + "\n")
-    preprocess(folder / "train.txt", folder / "test.txt", folder / "data")
+    folder = tmp_path_factory.mktemp("add_layer")
+    prepare_random_text(folder)
     for name, flags in BASES.items():
         train(folder, name, *flags, *SIZES)
     return folder

@@ -87,6 +87,15 @@ def preprocess(train, test, out):
     fairseq_preprocess.main(options.get_preprocessing_parser().parse_args([*map(str, arguments)]))
 
 
+def prepare_random_text(folder):
+    """Write train.txt and test.txt of 30 words into a folder, and their data into its folder `data`."""
+    chooser = random.Random(1)
+    for split, lines in (("train", 60), ("test", 10)):
+        text = (" ".join(f"w{chooser.randrange(30)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
+        (folder / f"{split}.txt").write_text("\n".join(text) + "\n")
+    preprocess(folder / "train.txt", folder / "test.txt", folder / "data")
+
+
 def train_model(*arguments):
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, input_args=[*map(str, arguments)])

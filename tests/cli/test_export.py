@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.test_eval_lm import preprocess, train_model
+from cli.test_eval_lm import prepare_random_text, train_model
 from fairseq import checkpoint_utils
 from fairseq.sequence_generator import SequenceGenerator
 from pairwise import looped
@@ -57,11 +57,8 @@ SIZES = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with data (binarised), the checkpoints NAME/checkpoint_last.pt, and the exported model."""
-    folder, chooser = tmp_path_factory.mktemp("export"), random.Random(1)
-    for split, lines in (("train", 60), ("test", 10)):
-        text = (" ".join(f"w{chooser.randrange(30)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
-        (folder / f"{split}.txt").write_text("\n".join(text) + "\n")
-    preprocess(folder / "train.txt", folder / "test.txt", folder / "data")
+    folder = tmp_path_factory.mktemp("export")
+    prepare_random_text(folder)
     for name in ("gated_delta_lm_wt103", "fwp_xl_lm"):
         train_model(
             folder / "data", "--arch", name, "--cpu", "--tokens-per-sample", 16, "--batch-size", 4, "--optimizer",
