@@ -11,6 +11,7 @@ import io
 import json
 import os
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -38,24 +39,25 @@ class Commands:
 
     def start(
         self,
-        program: str,
+        program: str | Path,
         *arguments: object,
         log: Path,
         die_at: str = "",
         file_size: int | None = None,
         processes: int = 1,
-        user_dir: Path | str = PLUGIN,
+        user_dir: Path | str | None = PLUGIN,
         folder: Path | None = None,
         stdin: str = "",
         environment: dict[str, str] | None = None,
     ) -> int:
         """Start a command and return its process number. Output is appended to `log`, of other ranks to `log`.RANK.
 
+        program: the name of an installed one, or a folder with __main__.py; user_dir: of fairseq's programs, if any;
         die_at: the place where the command kills itself, see `_die_at`; file_size: greatest size of a file in bytes;
         processes: the number of processes that train together; folder: the one that it runs in.
         """
-        words = [program, *map(str, arguments)]
-        words += ["--user-dir", str(user_dir)] if program.startswith("fairseq-") else []
+        words = [str(word) for word in (program, *arguments)]
+        words += ["--user-dir", str(user_dir)] if user_dir and words[0].startswith("fairseq-") else []
         order = {"arguments": words, "log": str(log), "die_at": die_at, "folder": folder and str(folder)}
         order |= {"file_size": file_size, "processes": processes, "stdin": stdin, "environment": environment or {}}
         assert self.server.stdin is not None
@@ -91,7 +93,7 @@ def shared() -> Commands:
 
 
 def run(
-    program: str,
+    program: str | Path,
     *arguments: object,
     user_dir: Path | str = PLUGIN,
     cwd: Path | None = None,
@@ -198,6 +200,9 @@ def _obey(order: dict) -> None:
     if order["die_at"]:
         _die_at(order["die_at"], arguments[arguments.index("--save-dir") + 1])
     sys.argv = arguments
+    if os.path.isdir(arguments[0]):
+        runpy.run_path(arguments[0], run_name="__main__")
+        sys.exit()
     (program,) = entry_points(group="console_scripts", name=arguments[0])
     sys.exit(program.load()())
 

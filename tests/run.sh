@@ -17,8 +17,9 @@ lint() {
 }
 
 kind=${1:-}
-# The kernels are compiled beside mypy, which has one thread: the first tests would wait for them.
-[[ $kind == lint ]] || python -c 'from fairseq_fwp.kernels import load_kernels; load_kernels("cpu")' &
+# The kernels and their emulator are compiled beside mypy, which has one thread: the first tests would wait for them.
+build='from fairseq_fwp.kernels import load_kernels; load_kernels("cpu"); import emulator; emulator.build()'
+[[ $kind == lint ]] || PYTHONPATH=tests:tests/emulator python -c "$build" &
 lint
 wait
 case $kind in

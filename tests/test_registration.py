@@ -54,5 +54,5 @@ def test_operators_and_layers_need_no_fairseq():
 
 
 def test_models_are_registered_and_fairseq_is_patched_whatever_is_imported_first():
-    said = run("torch._dynamo, hydra, sacrebleu", [f"{first}\n{REGISTERED}" for first in FIRST])
+    said = run("torch._dynamo, hydra, sacrebleu, sklearn.metrics", [f"{first}\n{REGISTERED}" for first in FIRST])
     assert "Traceback" not in said

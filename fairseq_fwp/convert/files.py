@@ -16,7 +16,7 @@ import torch
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -308,16 +308,21 @@ def command_line(conversion: Conversion) -> list[str]:
     return [*found, "--criterion", *criterion]
 
 
-def configure(flags: list[str], data: Path) -> Any:
-    """Return the configuration that `fairseq-train` builds from flags. Raises ValueError where it refuses them."""
+def parse(flags: list[str], data: Path) -> Namespace:
+    """Return what `fairseq-train` reads in flags. Raises ValueError where it refuses them."""
     parser = options.get_training_parser()
 
     def refuse(message: str) -> NoReturn:
         raise ValueError(f"fairseq-train refuses the settings of the checkpoint: {message}")
 
     parser.error = refuse  # instead of printing the usage and ending the process
-    args = options.parse_args_and_arch(parser, [str(data.absolute()), *flags])
-    return convert_namespace_to_omegaconf(args)
+    args: Namespace = options.parse_args_and_arch(parser, [str(data.absolute()), *flags])
+    return args
+
+
+def configure(flags: list[str], data: Path) -> Any:
+    """Return the configuration that `fairseq-train` builds from flags, in half a second, most of it Hydra's."""
+    return convert_namespace_to_omegaconf(parse(flags, data))
 
 
 def dictionaries(conversion: Conversion) -> dict[str, Dictionary]:
@@ -338,8 +343,9 @@ def make_task(conversion: Conversion) -> Namespace:
 
 def build_empty(conversion: Conversion) -> Any:
     """Return the model of the flags with its initial weights."""
-    cfg = configure(command_line(conversion), Path())
-    return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg.model, make_task(conversion))
+    args, known = parse(command_line(conversion), Path()), MODEL_DATACLASS_REGISTRY.get(conversion.arch)
+    cfg = OmegaConf.structured(known.from_namespace(args)) if known else args
+    return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, make_task(conversion))
 
 
 def build(conversion: Conversion, cfg: Any, task: Namespace) -> nn.Module:

@@ -53,7 +53,6 @@ if "FWP_TINY" in os.environ:  # the tests of this script, on a CPU
     DEVICE, ROUNDS, RATE, LONG, SAMPLES, TOKENS, WORDS = "cpu", 2, 64, 16, 2, 16, 1000
     FORMS, SHAPES, STEP_SHAPE, CONTEXTS = FORMS[:2], ((1, 2, 24, 8, 8),), (2, 2, 1, 8, 8), (1, 9)
     FLAGS = ("--cpu", "--decoder-layers", "1", "--adaptive-softmax-cutoff", "500")
-    TESTS = ("tests/laws/test_operators.py", "-k", "returned_state and cpu-delta")
 ON_GPU = DEVICE == "cuda"
 WITH_FLA = tuple(form for form in FORMS if f"{inputs.FORMS[form][0]}_rule" in IN_FLA)
 FORKS = multiprocessing.get_context("forkserver")  # processes begin with these imports, and without CUDA

@@ -104,28 +104,21 @@ def test_moments_are_those_of_the_text(carry):
 
 
 FINE_TUNING = [*XL, "--arch", "fwp_fwl_lm", "--decoder-normalize-before"]
-FORGOTTEN = {
-    "base": (
-        ["--fwl-map-inputs", *SIZES],
-        r"holds .*--fwl-base fwp_xl_lm.*, but this model has .*--fwl-base fwp_lm.*, which its weights do not fit",
-    ),
-    "map": (
-        ["--fwl-base", "fwp_xl_lm", *SIZES],
-        r"holds .*--fwl-map-inputs.*, but this model has .*no --fwl-map-inputs.*, which its",
-    ),
-    "a size": (
-        ["--fwl-base", "fwp_xl_lm", "--fwl-map-inputs", *SIZES[2:], "--decoder-layers", 2],
-        r"holds .*--decoder-layers 1.*, but this model has .*--decoder-layers 2.*, which its",
-    ),
-}
+# The base, the map and a size.
+FORGOTTEN = [
+    ("--finetune-from-model", ["--fwl-map-inputs", *SIZES],
+     r"holds .*--fwl-base fwp_xl_lm.*, but this model has .*--fwl-base fwp_lm.*, which its weights do not fit"),
+    ("--restore-file", ["--fwl-base", "fwp_xl_lm", *SIZES],
+     r"holds .*--fwl-map-inputs.*, but this model has .*no --fwl-map-inputs.*, which its"),
+    ("--finetune-from-model", ["--fwl-base", "fwp_xl_lm", "--fwl-map-inputs", *SIZES[2:], "--decoder-layers", 2],
+     r"holds .*--decoder-layers 1.*, but this model has .*--decoder-layers 2.*, which its"),
+]  # fmt: skip
 
 
-@looped("option", ["--finetune-from-model", "--restore-file"])
-@looped("case", FORGOTTEN)
-def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, case):
+@looped("option, flags, sentence", FORGOTTEN)
+def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, flags, sentence):
     """The error is one sentence with all other differing options, in place of fairseq's names of all weights."""
     _, out = run(folder, "Transformer-XL")
-    flags, sentence = FORGOTTEN[case]
     with pytest.raises(ValueError, match=rf"^\S+/Transformer-XL\.pt {sentence}") as error:
         train(folder, tmp_path, *FINE_TUNING, option, out, *flags)
     assert "\n" not in str(error.value) and error.value.__cause__ is None and error.value.__suppress_context__

@@ -37,6 +37,9 @@ FLAGS = {
 }  # fmt: skip
 
 
+of_both = pytest.mark.parametrize("source", [True, False], ids=["biases", "no biases"], indirect=True)
+
+
 def build(conversion):
     """Return the model of a conversion, in evaluation."""
     flags = {"max_target_positions": None, "add_bos_token": False, "fwp_backend": "reference", **conversion.flags}
@@ -44,10 +47,10 @@ def build(conversion):
     return files.build(conversion, cfg, files.make_task(conversion)).eval()
 
 
-@pytest.fixture(params=[True, False], ids=["biases", "no biases"])
+@pytest.fixture
 def source(request):
-    """Return a softmax model with large random weights, in float64."""
-    flags = {**FLAGS, "attention_bias": request.param}
+    """Return a softmax model with large random weights, in float64, and with biases unless a test is `of_both`."""
+    flags = {**FLAGS, "attention_bias": getattr(request, "param", True)}
     cfg = OmegaConf.merge(
         OmegaConf.structured(FwpLanguageModelConfig), {"max_target_positions": None, "add_bos_token": False, **flags}
     )
@@ -114,6 +117,7 @@ def test_every_rule_and_map_takes_its_place(source, rule):
         assert "attention_dropout" not in files.command_line(converted)
 
 
+@of_both
 @looped("size", [HEAD, None, HEAD + 3])
 def test_with_as_many_features_as_dimensions_the_scores_are_those_of_softmax(source, size):
     """Features beyond the dimensions change no score."""
@@ -126,6 +130,7 @@ def test_with_as_many_features_as_dimensions_the_scores_are_those_of_softmax(sou
     assert new_q[..., HEAD:].eq(0).all() and new_k[..., HEAD:].ne(0).all()
 
 
+@of_both
 def test_a_map_sees_the_queries_of_softmax(source):
     x = random_input()
     q, k, _ = projected(source, x)
@@ -135,6 +140,7 @@ def test_a_map_sees_the_queries_of_softmax(source):
         torch.testing.assert_close(found, expected)
 
 
+@of_both
 def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
     """The squared distance is the sum of squares of the truncated singular values."""
     prefix = "decoder.layers.1.self_attn.in_proj."
@@ -153,6 +159,7 @@ def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
             )  # the root of the values on either side
 
 
+@of_both
 def test_one_head_has_one_state_of_the_same_size(source):
     converted = linearize(source, *target("decay", state_size=4, decoder_attention_heads=1))
     model = build(converted)
@@ -165,6 +172,7 @@ def test_one_head_has_one_state_of_the_same_size(source):
     torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), expected)
 
 
+@of_both
 def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
     x = random_input()
     attention = attention_of(linearize(source, *target("decay", state_size=4)))
@@ -178,6 +186,7 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
     torch.testing.assert_close(new_v, v * (1 - kept))
 
 
+@of_both
 @looped("size", [4, HEAD + 1])
 def test_decay_that_begins_with_spans(source, size):
     """Scores are the nearest to softmax's, except the last feature, whose output is a mean of the values."""
@@ -231,6 +240,7 @@ def test_gated_delta_begins_with_memories_of_many_tokens(source, rule):
     assert beta.mean().item() == pytest.approx(0.007, abs=0.001)
 
 
+@of_both
 def test_a_rule_of_several_steps_begins_as_delta(source):
     """The last step has the pretrained key; the step before writes very little."""
     several, one = (
@@ -338,6 +348,7 @@ def test_as_many_heads_as_a_model_has_by_default():
     assert found.shape == (3 * DIM + 8, DIM)
 
 
+@of_both
 def test_the_command(saved, source, tmp_path):
     tokens = torch.randint(4, 50, (2, LENGTH))
     same = convert(saved, tmp_path / "same")
@@ -409,6 +420,7 @@ def layers_of(model):
     return [type(layer.self_attn).__name__ for layer in model.decoder.layers]
 
 
+@of_both
 def test_layers_that_stay_softmax(source):
     """The others are converted; kept layers are unchanged, with biases of zero if the others need biases."""
     settings = {"sum_normalization": True}

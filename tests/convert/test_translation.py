@@ -215,8 +215,7 @@ REFUSALS = [
 
 
 @looped("arguments, says", REFUSALS)
-def test_refusals(tmp_path_factory, arguments, says):
-    saved = Saved(tmp_path_factory.mktemp("saved"))
+def test_refusals(saved, arguments, says):
     refused(main, *saved.arguments(*arguments.split()), says=says, out=saved.folder / "out")
 
 

@@ -142,13 +142,3 @@ def test_half_precision_and_autocast(name, dtype):
     # The terms are rounded, their sum is not.
     k, v = (part.double() for part in half._keys_and_values(source.to(dtype), None))
     torch.testing.assert_close(state.weights.double(), k.mT @ v, rtol=0, atol=float(1e-6 * k.norm() * v.norm()))
-
-
-@looped("name", FEATURE_MAPS)
-def test_no_tensor_has_a_row_for_every_pair_of_tokens(name, largest_tensor):
-    layer, largest = build(name).float(), {}
-    for length in (256, 1024):
-        with largest_tensor() as mode, torch.no_grad():
-            layer(torch.randn(1, length, DIM), torch.randn(1, length, SOURCE_DIM))
-        largest[length] = mode.largest
-    assert largest[1024] <= 4 * largest[256] < 256**2 * HEADS

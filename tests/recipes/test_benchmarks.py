@@ -3,13 +3,11 @@
 The benchmark of a GPU runs on the CPU at tiny sizes.
 """
 
-import hashlib
+import contextlib
 import importlib
-import json
-import os
+import multiprocessing
 import runpy
 import shutil
-import subprocess
 import sys
 import time
 from functools import partial
@@ -20,25 +18,31 @@ import torch
 from made_up import RECIPES, ROOT
 
 from fairseq_fwp import ops
-from fairseq_fwp.kernels import load_kernels
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 BENCHMARKS = RECIPES / "benchmarks"
 SHAPE, TRAINING, SDPA = "(1, 2, 24, 8, 8)", "forward + backward", "scaled_dot_product_attention"
 
 
-@pytest.fixture
-def load(monkeypatch):
-    """Import a file of recipes/benchmarks, and forget it afterwards."""
+@contextlib.contextmanager
+def importing():
+    """Give a function that imports a file of recipes/benchmarks, and forget these files afterwards."""
     names = [path.stem for path in BENCHMARKS.glob("*.py")]  # the driver has modules of the same names
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
     threads = torch.get_num_threads()
-    yield importlib.import_module
-    torch.set_num_threads(threads)
-    for name in names:
-        sys.modules.pop(name, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
+        yield importlib.import_module
+        torch.set_num_threads(threads)
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def load():
+    with importing() as load:
+        yield load
 
 
 def example(L, Dk=6, Dv=5):
@@ -140,21 +144,15 @@ def test_files_and_goals_of_a_run(load, monkeypatch, tmp_path, capsys, part):
     assert len((tmp_path / f"{part}_goals.csv").read_text().splitlines()) == len(committed)
 
 
-def test_nothing_is_measured_after_a_failed_test(tmp_path):
-    recipe = tmp_path / "recipes" / "benchmarks"
-    recipe.mkdir(parents=True)
-    for name in ("run.py", "record.py", "timing.py"):
-        (recipe / name).write_text((BENCHMARKS / name).read_text())
-    (recipe / "training.py").write_text("print('measured')")
-    (tmp_path / "tests" / "laws").mkdir(parents=True)
-    (tmp_path / "tests" / "laws" / "test_wrong.py").write_text("def test_wrong():\n    assert False\n")
-    answer = subprocess.run(
-        [sys.executable, recipe / "run.py", "training"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert answer.returncode == 1 and "measured" not in answer.stdout
-    assert answer.stderr.endswith("the tests of the operators failed, so nothing is measured.\n")
-    answer = subprocess.run([sys.executable, recipe / "run.py", "operator"], capture_output=True, text=True)
-    assert answer.returncode == 1 and "the part must be one of operators family" in answer.stderr
+def test_nothing_is_measured_after_a_failed_test(load, monkeypatch):
+    run, ran = load("run"), []
+    monkeypatch.setattr(run, "run", lambda *command, **environment: ran.append(command) or 1)
+    with pytest.raises(SystemExit, match="the tests of the operators failed, so nothing is measured"):
+        run.main(["training"])
+    ((_, _, pytest_, *tests),) = ran
+    assert pytest_ == "pytest" and all(Path(path).is_dir() for path in tests[:2])
+    with pytest.raises(SystemExit, match=r"the part must be one of operators family .*, got 'operator'"):
+        run.main(["operator"])
 
 
 def test_generation_with_a_cache_in_place_is_softmax_attention(load, monkeypatch):
@@ -175,27 +173,25 @@ def test_generation_with_a_cache_in_place_is_softmax_attention(load, monkeypatch
 # One GPU.
 
 
-PARTS = """
-import sys, time
-from pathlib import Path
-import gpu
-gpu.FORKS.set_forkserver_preload(["gpu"])
-for part in ("measure", "models", "laws"):
-    gpu.PARTS[part](Path(sys.argv[1], f"gpu_{part}.csv"), 3600, time.monotonic() + 3600)
-"""
+def one_fault(device):
+    return {"gla_rule": "is off"}
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """The results of all parts with FWP_CACHE_DIR of our library, and a note of its check: a rule has failed."""
-    folder, library = tmp_path_factory.mktemp("out"), Path(load_kernels("cpu").path)
-    copy = shutil.copytree(library.parent, folder / "cache" / library.parent.name)
-    found = {"library": hashlib.sha256(library.read_bytes()).hexdigest(), "faults": {"cpu:0": {"gla_rule": "is off"}}}
-    (copy / "checked.json").write_text(json.dumps(found))
-    environment = os.environ | {"FWP_TINY": "1", "FWP_COMMIT": "a1b2c3d", "FWP_CACHE_DIR": str(folder / "cache")}
-    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{BENCHMARKS}"
-    done = subprocess.run([sys.executable, "-c", PARTS, folder], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    """The results of all parts after a check that one rule has failed, and of three tests that pass."""
+    folder = tmp_path_factory.mktemp("out")
+    (folder / "test_laws.py").write_text("def test_a(): pass\ndef test_b(): pass\ndef test_c(): pass\n")
+    with importing() as load, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FWP_TINY", "1")
+        patch.setenv("FWP_COMMIT", "a1b2c3d")
+        gpu = load("gpu")
+        assert all((ROOT / path).is_dir() for path in gpu.TESTS[:2])
+        patch.setattr(gpu, "TESTS", [folder / "test_laws.py"])
+        patch.setattr(gpu, "FORKS", multiprocessing.get_context("fork"))  # which have the imports, and these settings
+        patch.setattr(gpu, "find_faults", one_fault)
+        for part in ("measure", "models", "laws"):
+            gpu.PARTS[part](folder / f"gpu_{part}.csv", 3600, time.monotonic() + 3600)
     return folder
 
 

@@ -2,9 +2,8 @@
 
 import fcntl
 import re
-import subprocess
-import sys
 
+import command_server
 import grid
 import made_up
 import problems
@@ -116,11 +115,6 @@ def test_a_folder_has_one_grid(tmp_path):
             grid.lock(tmp_path)
 
 
-def driver(kind, recipe, *words):
-    command = [sys.executable, str(made_up.RECIPES / "driver"), kind, "--recipe", str(made_up.RECIPES / recipe), "--"]
-    return [*command, *map(str, words)]
-
-
 def test_trainings_run_once_and_failures_are_named(tmp_path):
     """Run the program: one training finishes at once, one fails, and then the same again."""
     (tmp_path / "grid.yaml").write_text(
@@ -129,12 +123,11 @@ def test_trainings_run_once_and_failures_are_named(tmp_path):
         "   finetune-from-model: /nonexistent/y.pt}\n"
     )
     words = ["--conf", tmp_path / "grid.yaml", "--out", tmp_path / "out", "--workers", 2]
-    command = driver("retrieval", "associative_retrieval", "train", *words)
-    first = subprocess.run(command, capture_output=True, text=True)
-    assert first.returncode == 1 and "failed, see train.log in their folders in" in first.stderr, first.stderr
-    assert first.stderr.count("run.sh: ") == 1 and "Traceback" not in first.stderr
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert "1 to train (1 finished)" in again.stdout
+    command = [made_up.RECIPES / "driver", "retrieval", "--recipe", FOLDER, "--", "train", *words]
+    first, again = (command_server.run(*command, status=1) for _ in range(2))
+    assert "run.sh: failed, see train.log in their folders in" in first and first.count("run.sh: ") == 1, first
+    assert "Traceback" not in first
+    assert "1 to train (1 finished)" in again
     (folder,) = (path.parent for path in (tmp_path / "out").rglob("finished"))
     assert (folder / "train.log").read_text().count("+ fairseq-train") == 1
 

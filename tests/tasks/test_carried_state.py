@@ -113,8 +113,7 @@ def pieces(task, split, streams, at_documents=False):
 
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
-@looped("separator", [None, "w3"])
-@looped("normalized", [False, True])
+@looped("separator, normalized", [(None, False), ("w3", True)])
 def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separator):
     """It holds in training and validation, with positions; documents anywhere in a stream start again."""
     normalized = normalized and UPDATE_RULES[rule].normalizes
