@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ONNX = ["onnx>=1.23", "onnxruntime>=1.32", "onnxscript>=0.7"]
+HARNESS = ["lm_eval>=0.4.13", "tokenizers"]
 
 here = Path(__file__).parent
 
@@ -47,8 +48,11 @@ setup(
         "logging": ["tensorboardX", "wandb"],
         # What fwp-export needs.
         "onnx": ONNX,
+        # What fwp-harness needs.
+        "harness": HARNESS,
         "dev": [
             *ONNX,
+            *HARNESS,
             "pytest",
             "pytest-xdist",
             "hypothesis",
@@ -73,6 +77,7 @@ setup(
             "fwp-convert = fairseq_fwp.cli.convert:main",
             "fwp-eval-lm = fairseq_fwp.cli.eval_lm:main",
             "fwp-export = fairseq_fwp.cli.export:main",
+            "fwp-harness = fairseq_fwp.cli.harness:main",
             "fwp-info = fairseq_fwp.cli.info:main",
             "fwp-plot = fairseq_fwp.cli.plot:main",
         ],

@@ -108,7 +108,7 @@ FAIRSEQ = {
     "fairseq-validate": options.get_validation_parser,
 }
 # Programs of others, whose flags are not ours; `torchrun` starts a command of fairseq.
-OTHERS = {"echo", "fairseq-hydra-train", "mkdir", "pip", "python", "source", "torchrun"}
+OTHERS = {"echo", "fairseq-hydra-train", "fwp-harness", "mkdir", "pip", "python", "source", "torchrun"}
 # What the flags that `fwp-convert` writes begin with, in place of $(cat FOLDER/flags.txt).
 CONVERTED = "--task language_modeling --arch fwp_lm"
 

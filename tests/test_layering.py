@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 CONFIG = {"fairseq", "numpy", "omegaconf", "torch"}
 PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "onnxruntime", "sacrebleu", "safetensors", "tqdm", "yaml"}
+HARNESS = {"lm_eval", "subword_nmt", "tokenizers"}
 ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "synthetic", "tasks", "distillation")}
 
 # What each room of the package may import besides itself and the standard library. Imports never point backwards.
@@ -32,7 +33,7 @@ ROOMS = {
     "distillation": CONFIG | {"fairseq_fwp.evaluation", "fairseq_fwp.modules", "fairseq_fwp.options"},
     "synthetic": CONFIG | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.options"},
     "convert": PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches"},
-    "cli": PEOPLE | {"fairseq_fwp"},
+    "cli": PEOPLE | HARNESS | {"fairseq_fwp"},
 }
 
 # Recipes are numbers and shell: their scripts call the commands. Benchmarks time what lies below them,

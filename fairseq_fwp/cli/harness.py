@@ -1,0 +1,244 @@
+"""fwp-harness: the tasks of EleutherAI's lm-evaluation-harness, with language models of this package.
+
+    fwp-harness run --model fwp --model_args path=checkpoint_best.pt,data=DATA --tasks lambada_openai,hellaswag
+
+This is the harness's own command, with one more model. Its --model_args are the arguments of `Harness`. In Python:
+
+    lm_eval.simple_evaluate(Harness("checkpoint_best.pt", "DATA"), tasks=["lambada_openai"])
+
+Needs `pip install ".[harness]"`.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from torch import Tensor
+
+import fairseq_fwp  # noqa: F401  (registers the models)
+from fairseq_fwp.cli import loading
+from fairseq_fwp.modules.layers import faster_linear
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as missing:
+    sys.exit(f'fwp-harness: the package {missing.name} must be installed: pip install ".[harness]"')
+
+logger = logging.getLogger(__name__)
+
+TOKENS_AT_ONCE = 256  # whose log-probabilities of all words are in memory
+MOST_NEW_TOKENS = 256  # of a generation, where a task sets no number
+
+
+class Words:
+    """Words between spaces, each line ended by </s>, as fairseq-preprocess reads a text; codes: of subword-nmt."""
+
+    def __init__(self, dictionary: Dictionary, codes: str | None) -> None:
+        from subword_nmt.apply_bpe import BPE
+
+        self.dictionary, self.warned = dictionary, False
+        self.split: Callable[[str], str] = str
+        if codes is not None:
+            with open(codes, encoding="utf-8") as file:
+                self.split = BPE(file).process_line
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = []
+        for line in text.splitlines(keepends=True):
+            words = self.split(line).split()
+            found += map(self.dictionary.index, words)
+            found += [self.dictionary.eos()] * line.endswith("\n")
+            if not self.warned and (unknown := [word for word in words if word not in self.dictionary]):
+                logger.warning(f"words that the dictionary lacks, such as {unknown[0]!r}, are scored as <unk>")
+                self.warned = True
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        eos = self.dictionary.eos()
+        text = " ".join("\n" if token == eos else self.dictionary[token] for token in tokens)
+        return text.replace("@@ ", "").replace(" \n ", "\n").replace(" \n", "\n").replace("\n ", "\n")
+
+
+class Numbers:
+    """The tokens of tokenizer.json, whose numbers are the words of the dictionary, as fwp-convert writes them.
+
+    Raises ValueError unless all numbers but one, which is </s>, are words.
+    """
+
+    def __init__(self, dictionary: Dictionary, file: Path) -> None:
+        from tokenizers import Tokenizer
+
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            raise ValueError(f"tokenizer must be tokenizer.json or its folder, got {file}, which does not exist")
+        self.tokenizer = Tokenizer.from_file(str(file))
+        rows = {int(word): row for row, word in enumerate(dictionary.symbols) if word.isdecimal()}
+        least = self.tokenizer.get_vocab_size()
+        missing = [number for number in range(max(least, len(rows) + 1)) if number not in rows]
+        if len(missing) > 1:
+            raise ValueError(f"the dictionary must have the numbers of the {least} tokens in {file}, got other words")
+        self.rows = rows | dict.fromkeys(missing, dictionary.eos())
+        self.numbers = {row: number for number, row in self.rows.items()}
+
+    def encode(self, text: str) -> list[int]:
+        return [self.rows[number] for number in self.tokenizer.encode(text, add_special_tokens=False).ids]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode([self.numbers[token] for token in tokens if token in self.numbers]))
+
+
+@register_model("fwp")
+class Harness(TemplateLM):
+    """A language model of this package as the harness wants it.
+
+    path, data: a checkpoint, and the folder with its dictionary;
+    tokenizer: tokenizer.json or its folder, for a dictionary of numbers of tokens. Without it a text is words between
+        spaces.
+    bpe_codes: of subword-nmt, for a text of words;
+    max_length: tokens that the model reads before it scores one, by default those of a training sample: a longer
+        context loses its first ones;
+    batch_size: requests of one length at once; device: "cpu", "cuda", by default a GPU if there is one.
+
+    A request's result does not depend on the others. Raises ValueError, OSError for what cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        data: str,
+        tokenizer: str | None = None,
+        bpe_codes: str | None = None,
+        max_length: int | None = None,
+        batch_size: int = 8,
+        device: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ValueError(f"batch_size must be a whole number above 0, got {batch_size}")
+        if tokenizer and bpe_codes:
+            raise ValueError("tokenizer must be left out with bpe_codes, which are for a text of words")
+        longest = {} if max_length is None else {"max_target_positions": max_length}
+        model, task, _ = loading.load_model(path, data, longest)
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.decoder = model.float().eval().to(self._device).decoder
+        self.max_length, self.batch_size = model.max_positions(), int(batch_size)
+        self.dictionary: Dictionary = task.source_dictionary
+        self.text = Numbers(self.dictionary, Path(tokenizer)) if tokenizer else Words(self.dictionary, bpe_codes)
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.dictionary.eos())
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self.text.encode(string)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each text: blocks of max_length tokens, each token scored once."""
+        found = []
+        for (text,) in [request.args for request in requests]:
+            start, most = self.eot_token_id, self.max_length
+            windows = map(make_disjoint_window, get_rolling_token_windows(self.tok_encode(text), start, most, 1))
+            scores = self._loglikelihood_tokens([(("", ""), *window) for window in windows])
+            found.append(sum(score for score, _ in scores))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
+        return found
+
+    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether each of its tokens is the most probable one."""
+        found: dict[int, tuple[float, bool]] = {}
+        for batch in self.batches([[*(context or [self.eot_token_id]), *rest] for _, context, rest in requests]):
+            tokens = torch.tensor([row for _, row in batch], device=self.device)
+            with torch.no_grad(), faster_linear():
+                features = self.decoder(tokens[:, :-1])[0]
+                for (index, _), x, row in zip(batch, features, tokens, strict=True):
+                    found[index] = self.score(x, row[1:], len(requests[index][2]))
+        for index, (texts, _, _) in enumerate(requests):
+            self.cache_hook.add_partial("loglikelihood", texts, found[index])
+        return [found[index] for index in range(len(requests))]
+
+    def batches(self, rows: list[list[int]]) -> Iterator[list[tuple[int, list[int]]]]:
+        """Yield rows of one length, at most batch_size, with their indices; a row keeps its last max_length + 1."""
+        most = self.max_length + 1
+        if cut := sum(len(row) > most for row in rows):
+            logger.warning(f"{cut} requests lose their first tokens, as the model reads at most {self.max_length}")
+        ordered = sorted(((index, row[-most:]) for index, row in enumerate(rows)), key=lambda pair: len(pair[1]))
+        for _, group in groupby(ordered, key=lambda pair: len(pair[1])):
+            alike = list(group)
+            for start in range(0, len(alike), self.batch_size):
+                yield alike[start : start + self.batch_size]
+
+    def score(self, features: Tensor, targets: Tensor, scored: int) -> tuple[float, bool]:
+        """Return the sum of the last log-probabilities, and whether all are the greatest.
+
+        features (L, D), targets (L,). Raises ValueError for more scored tokens than were read.
+        """
+        if scored > len(targets):
+            raise ValueError(f"a continuation must have at most max_length = {self.max_length} tokens, got {scored}")
+        total, greedy, first = 0.0, True, len(targets) - scored
+        pieces = (x[first:].split(TOKENS_AT_ONCE) for x in (features, targets))
+        for x, words in zip(*pieces, strict=True):
+            log_probs = self.decoder.adaptive_softmax.get_log_prob(x.unsqueeze(0), None)[0]
+            total += float(log_probs.gather(1, words.unsqueeze(1)).sum(dtype=torch.float64))
+            greedy &= bool(log_probs.argmax(1).eq(words).all())
+        return total, greedy
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Continue each context up to a stop string, </s> or max_gen_toks tokens; greedy, or sampled by temperature.
+
+        Raises ValueError for another way to choose tokens.
+        """
+        found = []
+        for context, given in [request.args for request in requests]:
+            settings: Any = normalize_gen_kwargs(given, MOST_NEW_TOKENS)
+            until, most = settings.pop("until"), settings.pop("max_gen_toks")
+            temperature = settings.pop("temperature", 0.0) if settings.pop("do_sample") else 0.0
+            if settings:
+                raise ValueError(f"generation must be by do_sample and temperature, got {', '.join(settings)}")
+            found.append(self.generate(context, [stop for stop in until if stop], most, temperature))
+            self.cache_hook.add_partial("generate_until", (context, given), found[-1])
+        return found
+
+    @torch.no_grad()
+    def generate(self, context: str, until: list[str], most: int, temperature: float) -> str:
+        """Return the text after a context, without the stop string that ended it."""
+        read = self.tok_encode(context) or [self.eot_token_id]
+        prefix = torch.tensor([read[-self.max_length :]], device=self.device)
+        state: dict[str, Any] = {}
+        tokens: list[int] = []
+        text = ""
+        while len(tokens) < most and not any(stop in text for stop in until):
+            log_probs = self.decoder(prefix, incremental_state=state)[0][0, -1]
+            if temperature:
+                chosen = int(torch.multinomial((log_probs / temperature).softmax(0), 1))
+            else:
+                chosen = int(log_probs.argmax())
+            if chosen == self.eot_token_id:
+                break
+            tokens.append(chosen)
+            prefix = torch.cat([prefix, prefix.new_tensor([[chosen]])], 1)
+            text = self.text.decode(tokens)
+        return str(postprocess_generated_text(text, until, None))
+
+
+def main() -> None:
+    try:
+        cli_evaluate()
+    except TypeError as error:
+        if "Harness" not in str(error):
+            raise
+        sys.exit(f"fwp-harness: --model_args must be the arguments of Harness, path and data at least: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"fwp-harness: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    main()

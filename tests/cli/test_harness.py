@@ -1,0 +1,190 @@
+"""fwp-harness: its scores are those of fwp-eval-lm, its texts those of fairseq, its tasks run by the harness itself."""
+
+import json
+import random
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cli.test_eval_lm import evaluate, prepare_random_text, train_model
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+from fairseq.sequence_generator import SequenceGenerator
+from pairwise import looped
+from refusals import refused
+
+from fairseq_fwp.cli import harness
+from fairseq_fwp.cli.harness import Harness, Numbers, Words
+
+KINDS = ("gated_delta_lm_wt103", "fwp_xl_lm", "fwp_fwl_lm")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a text, its data (binarised), and KIND/checkpoint_last.pt."""
+    folder = tmp_path_factory.mktemp("harness")
+    prepare_random_text(folder)
+    for kind in KINDS:
+        train_model(
+            folder / "data", "--arch", kind, "--cpu", "--tokens-per-sample", 16, "--batch-size", 4, "--optimizer",
+            "adam", "--lr", 0.003, "--max-update", 8, "--disable-validation", "--no-epoch-checkpoints", "--save-dir",
+            folder / kind, "--log-format", "none", "--num-workers", 0, "--task", "fwp_language_modeling",
+            "--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24,
+        )  # fmt: skip
+    return folder
+
+
+def load(folder, kind=KINDS[0], **given):
+    return Harness(str(folder / kind / "checkpoint_last.pt"), str(folder / "data"), device="cpu", **given)
+
+
+def asked(*requests):
+    return [SimpleNamespace(args=request) for request in requests]
+
+
+@looped("kind", KINDS)
+def test_a_text_has_the_loss_of_fwp_eval_lm(folder, kind):
+    """In blocks as in training, and in longer ones, of which a whole number is the text: the last has more context."""
+    text = (folder / "test.txt").read_text()
+    for given, flags in (({}, []), ({"max_length": 28}, ["--model-overrides", {"max_target_positions": 28}])):
+        path = f"{kind}/checkpoint_last.pt"
+        length = given.get("max_length", 16)
+        found = evaluate(folder, "--context-window", 0, "--tokens-per-sample", length, *flags, path=path)
+        (score,) = load(folder, kind, **given).loglikelihood_rolling(asked((text,)))
+        assert -score == pytest.approx(found["loss"] * found["tokens"], rel=1e-5)
+
+
+@looped("kind", [*KINDS])
+def test_continuations_are_scored_after_their_contexts(folder, kind):
+    """Whatever else is asked, in batches of any size; too long contexts lose their first words."""
+    chooser = random.Random(1)
+    texts = [[f"w{chooser.randrange(30)}" for _ in range(chooser.randrange(2, 25))] for _ in range(12)]
+    cuts = [chooser.randrange(max(0, len(text) - 16), len(text)) for text in texts]
+    pairs = [(" ".join(text[:cut]), " ".join(["", *text[cut:]])) for text, cut in zip(texts, cuts, strict=True)]
+    lm = load(folder, kind)
+    found = lm.loglikelihood(asked(*pairs))
+    for one in (1, 3):
+        assert load(folder, kind, batch_size=one).loglikelihood(asked(*pairs)) == found
+    for text, cut, (score, greedy) in zip(texts, cuts, found, strict=True):
+        tokens = torch.tensor([*([2] if cut == 0 else []), *map(lm.dictionary.index, text)])[-17:]
+        with torch.no_grad():
+            scores = lm.decoder.adaptive_softmax.get_log_prob(lm.decoder(tokens[None, :-1])[0], None)[0]
+        scored, targets = scores[-(len(text) - cut) :], tokens[-(len(text) - cut) :]
+        assert score == pytest.approx(scored.gather(1, targets[:, None]).sum().item(), rel=1e-5)
+        assert greedy == bool((scored.argmax(1) == targets).all())
+    best = lm.generate("w1 w2", [], 3, 0.0)
+    ((_, greedy),) = lm.loglikelihood(asked(("w1 w2", f" {best}")))
+    assert greedy
+
+
+@looped("kind", KINDS)
+def test_texts_are_those_of_fairseq(folder, kind):
+    path = str(folder / kind / "checkpoint_last.pt")
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], {"data": str(folder / "data")})
+    generator = SequenceGenerator([model.eval()], task.source_dictionary, beam_size=1, max_len_a=0, max_len_b=13)
+    lm, texts = load(folder, kind), []
+    encode = lm.tok_encode
+    lm.tok_encode = lambda context: encode(context)[:1] + encode(context)  # fairseq's prefix has its first token twice
+    for word in range(8):
+        start = torch.tensor([encode(f"w{word}")])
+        given = {"net_input": {"src_tokens": start, "src_lengths": torch.tensor([1])}}
+        ((best,),) = generator.generate([model], given, prefix_tokens=start)
+        expected = [lm.dictionary[token] for token in best["tokens"].tolist()[1:] if token != 2]
+        texts += lm.generate_until(asked((f"w{word}", {"until": [], "max_gen_toks": len(expected)})))
+        assert texts[-1].split() == expected
+    longest = max(texts, key=len)
+    stop = longest.split()[-1]
+    (shorter,) = lm.generate_until(asked((f"w{texts.index(longest)}", {"until": [stop]})))
+    assert shorter == longest.partition(stop)[0]
+
+
+def test_sampling_follows_the_temperature_and_the_seed(folder):
+    def sample(seed, temperature):
+        torch.manual_seed(seed)
+        given = {"until": ["no"], "max_gen_toks": 12, "do_sample": True, "temperature": temperature}
+        return load(folder).generate_until(asked(("w1", given)))
+
+    assert sample(1, 1.0) == sample(1, 1.0) != sample(2, 1.0)
+    assert sample(1, 1e-3) == sample(2, 1e-3)
+    with pytest.raises(ValueError, match="generation must be by do_sample and temperature, got top_p"):
+        load(folder).generate_until(asked(("w1", {"until": [], "top_p": 0.9})))
+
+
+def test_lines_and_split_words_come_back(folder, tmp_path):
+    dictionary = Dictionary()
+    for word in ("a@@", "b", "c"):
+        dictionary.add_symbol(word)
+    (tmp_path / "codes").write_text("#version: 0.2\nb c</w>\n")
+    words = Words(dictionary, str(tmp_path / "codes"))
+    tokens = words.encode("ab c\n\nc b")
+    assert [dictionary[token] for token in tokens] == ["a@@", "b", "c", "</s>", "</s>", "c", "b"]
+    assert words.decode(tokens) == "ab c\n\nc b"
+
+
+def test_the_tokens_of_a_tokenizer_are_the_words_of_the_dictionary(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "end": 1, "cat": 2, "[UNK]": 3}, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    dictionary = Dictionary()
+    for word in ("3", "2", "0"):  # 1 is </s>
+        dictionary.add_symbol(word)
+    text = Numbers(dictionary, tmp_path)
+    tokens = text.encode("the cat end the")
+    assert [dictionary[token] for token in tokens] == ["0", "2", "</s>", "0"]
+    assert text.decode(tokens) == "the cat end the"
+    with pytest.raises(ValueError, match="must have the numbers of the 4 tokens"):
+        Numbers(Dictionary(), tmp_path)
+    with pytest.raises(ValueError, match="which does not exist"):
+        Numbers(dictionary, tmp_path / "other")
+
+
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+doc_to_text: "{{{{context}}}}"
+doc_to_target: "{target}"
+output_type: {kind}
+"""
+
+
+def test_the_harness_runs_its_tasks(folder, tmp_path, monkeypatch, capsys):
+    """One of each kind, on a file of its own."""
+    rows = [{"context": "w1 w2", "answer": "w3", "choices": ["w3", "w4"]} for _ in range(3)]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    kinds = {
+        "choose": ("multiple_choice", "0", "doc_to_choice: '{{choices}}'\n"),
+        "write": ("generate_until", " {{answer}}", "generation_kwargs: {until: ['w1'], max_gen_toks: 4}\n"),
+        "read": ("loglikelihood_rolling", "{{context}}", "metric_list: [{metric: bits_per_byte}]\n"),
+    }
+    for name, (kind, target, rest) in kinds.items():
+        task = TASK.format(name=name, file=tmp_path / "rows.json", target=target, kind=kind) + rest
+        (tmp_path / f"{name}.yaml").write_text(task)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    words = ["fwp-harness", "run", "--model", "fwp", "--tasks", ",".join(kinds), "--include_path", str(tmp_path)]
+    words += ["--model_args", f"path={folder / KINDS[0] / 'checkpoint_last.pt'},data={folder / 'data'}"]
+    monkeypatch.setattr(sys, "argv", [*words, "--device", "cpu"])
+    harness.main()
+    table = capsys.readouterr().out
+    assert all(name in table for name in ("acc", "exact_match", "bits_per_byte"))
+
+
+def test_refusals(folder, monkeypatch):
+    path, data = folder / KINDS[0] / "checkpoint_last.pt", folder / "data"
+
+    def main(arguments):
+        words = ["fwp-harness", "run", "--model", "fwp", "--tasks", "wikitext", "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", [*words, "--model_args", *arguments])
+        harness.main()
+
+    refused(main, f"path={path},max_length=8", says="--model_args must be the arguments of Harness, path and data")
+    refused(main, f"path={path},data={data},other=1", says="unexpected keyword argument 'other'")
+    refused(main, f"path={data},data={data}", says="there is no checkpoint")
+    refused(main, f"path={path},data={data},tokenizer={data}", says="tokenizer.json, which does not exist")
+    refused(main, f"path={path},data={data},tokenizer={data},bpe_codes=x", says="must be left out with bpe_codes")
+    with pytest.raises(ValueError, match="batch_size must be a whole number above 0, got auto"):
+        load(folder, batch_size="auto")
+    with pytest.raises(ValueError, match="at most max_length = 16 tokens, got 20"):
+        load(folder).loglikelihood(asked(("w1", " w2" * 20)))
