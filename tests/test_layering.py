@@ -33,6 +33,7 @@ ROOMS = {
     "distillation": CONFIG | {"fairseq_fwp.evaluation", "fairseq_fwp.modules", "fairseq_fwp.options"},
     "synthetic": CONFIG | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.options"},
     "convert": PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches"},
+    "pretrained": CONFIG | {"fairseq_fwp.convert", "fairseq_fwp.models", "fairseq_fwp.modules"},
     "cli": PEOPLE | HARNESS | {"fairseq_fwp"},
 }
 

@@ -14,15 +14,16 @@ CHECKPOINT and FILE depend on the source:
                 read from the log.txt next to it; those given here win, under their names in the training script.
                 FILE: the vocabulary in the order of training, one word a line (there: corpus.vocab.idx2sym)
     fairseq-lm  a checkpoint of fairseq's transformer_lm; FILE: its dict.txt, if it is not next to it
-    fwp-lm      a checkpoint of this plugin; FILE: as for fairseq-lm
+    fwp-lm      a checkpoint of this plugin, or a folder of --to safetensors; FILE: as for fairseq-lm
     gpt2        a folder with config.json and model.safetensors
     fla         the same of flash-linear-attention's DeltaNet, Gated DeltaNet or Kimi Delta Attention
     fairseq-mt  a translation model of fairseq's transformer, or of this plugin with softmax; FILE: the folder with
                 both dict.LANGUAGE.txt
 
 --out is a folder for checkpoint.pt, dict.txt (for fairseq-preprocess --srcdict) and flags.txt. The latter has the
-flags that fairseq-train --restore-file or --finetune-from-model needs. With --to fla it gets config.json and
-model.safetensors instead, which flash-linear-attention and transformers read.
+flags that fairseq-train --restore-file or --finetune-from-model needs. With --to safetensors it gets config.json,
+model.safetensors and dict.txt, which fairseq_fwp.load reads; with --to fla the first two, as flash-linear-attention and
+transformers read them.
 
 With --decoder-update-rule another attention replaces softmax, initialised as in Mao 2022; in translation each of the
 three attentions that is named. It needs fine-tuning, or distillation from the old one (fwp_distillation). Its flags are
@@ -43,7 +44,7 @@ import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import make_parser, start_logging
 from fairseq_fwp.cli.loading import import_plugin
 from fairseq_fwp.convert import SOURCES, TARGETS
-from fairseq_fwp.convert.files import CHECKPOINT, FLAGS, Options, check, dictionaries
+from fairseq_fwp.convert.files import CHECKPOINT, DICTIONARY, FLAGS, Options, check, dictionaries
 from fairseq_fwp.convert.folder import CONFIG, WEIGHTS
 from fairseq_fwp.convert.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
 
@@ -126,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.to == "fairseq":
         files = ", ".join([str(args.out / CHECKPOINT), *dictionaries(conversion)])
         print(f"wrote {files} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
+    elif args.to == "safetensors":
+        print(f"wrote {args.out / CONFIG}, {WEIGHTS} and {DICTIONARY}; fairseq_fwp.load reads the folder")
     else:
         print(f"wrote {args.out / CONFIG} and {WEIGHTS}; the tokenizer's files are those of the source")
     for note in conversion.notes:

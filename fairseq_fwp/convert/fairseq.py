@@ -1,8 +1,8 @@
-"""Checkpoints of fairseq's `transformer_lm` and `transformer`, and of `fwp_lm` and `fwp_transformer` with softmax.
+"""Checkpoints of fairseq's `transformer_lm` and `transformer`, and of this package; those of translation with softmax.
 
-Among the language models are the WikiText-103 model of Baevski & Auli 2019 (arXiv 1809.10853), with adaptive input and
-softmax, and fairseq's GPT-2 and GPT-3 sizes. Checkpoints of earlier versions are read too. Settings that a checkpoint
-lacks have the defaults of fairseq's configuration. Logits stay the same.
+Among fairseq's models are the WikiText-103 model of Baevski & Auli 2019 (arXiv 1809.10853), with adaptive input and
+softmax, and its GPT-2 and GPT-3 sizes. Checkpoints of earlier versions are read too. Settings that a checkpoint lacks
+have the defaults of fairseq's configuration. Logits stay the same.
 """
 
 import re
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
-from fairseq.models import ARCH_MODEL_NAME_REGISTRY
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from torch import Tensor
 
-from fairseq_fwp.convert import files
+from fairseq_fwp.convert import files, folder
 from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tensors
 from fairseq_fwp.models.attention_options import flag
-from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
 
@@ -61,6 +60,8 @@ NAMES = {
     r"decoder\.(output_projection\.weight|embed_out)$": "decoder.adaptive_softmax.words.weight",
 }
 
+# The language models of this package.
+OURS = ("fwp_lm", "fwp_xl_lm", "fwp_fwl_lm")
 # Settings of the task that a language model reads.
 OF_TASK = ("tokens_per_sample", "max_target_positions", "add_bos_token")
 # The languages of translation.
@@ -198,12 +199,23 @@ def adaptive_flags(tensors: Tensors, options: Options, words: int) -> dict[str, 
     }
 
 
-def keep_fwp_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    known = {name: value for name, value in asdict(FwpLanguageModelConfig()).items() if name not in OF_TASK}
+def read_ours(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights and flags of a language model, from a checkpoint or a folder of `folder.write_model`."""
+    if not path.is_dir():
+        return read(path, OURS)
+    weights, config = folder.read(path, "this package", ["vocab_size"])
+    if (arch := config.get("model_type")) not in OURS:
+        raise ValueError(f"model_type in {path / folder.CONFIG} must be {' or '.join(OURS)}, got {arch!r}")
+    return weights, {**config, "arch": arch}
+
+
+def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
+    arch = ARCH_MODEL_NAME_REGISTRY.get(options["arch"], options["arch"])
+    known = {name: value for name, value in asdict(ARCH_MODEL_REGISTRY[arch].config()).items() if name not in OF_TASK}
     settings = {name: plain(value) for name in known if (value := options.get(name)) is not None}
     flags = {name: value for name, value in settings.items() if value != known[name] and not name.startswith("_")}
     flags |= {name: options.get(name) for name in OF_TASK}
-    return Conversion("fwp_lm", flags, dict(tensors), words, [])
+    return Conversion(arch, flags, dict(tensors), words, [])
 
 
 def words_of_languages(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
@@ -258,9 +270,7 @@ LM = Source(
     convert_lm,
     files.dictionary_words,
 )
-FWP_LM = Source(
-    {}, partial(read, models=["fwp_lm"], defaults=FwpLanguageModelConfig()), keep_fwp_lm, files.dictionary_words
-)
+FWP_LM = Source({}, read_ours, keep, files.dictionary_words)
 TRANSLATION = Source(
     {name: Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES},
     partial(read, models=["transformer", "fwp_transformer"]),

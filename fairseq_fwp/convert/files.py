@@ -216,7 +216,7 @@ def given_words(checkpoint: Path, given: Path | None) -> list[str]:
 
 def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
     """Return the words of a checkpoint of fairseq: from the given dict.txt, or else from the one next to it."""
-    path = given or checkpoint.parent / DICTIONARY
+    path = given or (checkpoint if checkpoint.is_dir() else checkpoint.parent) / DICTIONARY
     if given is None and not path.exists():
         raise ValueError(f"{path} does not exist: give the dict.txt of the training with --vocabulary")
     return read_dictionary(path)
@@ -341,18 +341,22 @@ def make_task(conversion: Conversion) -> Namespace:
     return Namespace(source_dictionary=source, target_dictionary=target)
 
 
-def build_empty(conversion: Conversion) -> Any:
-    """Return the model of the flags with its initial weights."""
-    args, known = parse(command_line(conversion), Path()), MODEL_DATACLASS_REGISTRY.get(conversion.arch)
-    cfg = OmegaConf.structured(known.from_namespace(args)) if known else args
-    return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, make_task(conversion))
+def build_empty(conversion: Conversion, cfg: Any = None, task: Namespace | None = None) -> Any:
+    """Return the model with its initial weights; see `build`."""
+    if cfg is None:
+        args, known = parse(command_line(conversion), Path()), MODEL_DATACLASS_REGISTRY.get(conversion.arch)
+        cfg = OmegaConf.structured(known.from_namespace(args)) if known else args
+    return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task or make_task(conversion))
 
 
-def build(conversion: Conversion, cfg: Any, task: Namespace) -> nn.Module:
-    """Build a model with the weights, in the widest of their dtypes. Raises ValueError if they do not fit."""
+def build(conversion: Conversion, cfg: Any = None, task: Namespace | None = None) -> nn.Module:
+    """Build a model with the weights, in the widest of their dtypes. Raises ValueError if they do not fit.
+
+    cfg, task: of the model; None: as the flags say.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model: nn.Module = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task)
+        model: nn.Module = build_empty(conversion, cfg, task)
     weights = conversion.weights
     check_fit(model, weights)
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())

@@ -4,7 +4,6 @@ Both directions use one table of names, `names_of`. Models are `fwp_lm` with the
 Layers of softmax attention and experts are refused. D: hidden_size, H heads with keys of size K, HV with values of V.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from math import isclose
@@ -13,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from fairseq.data import Dictionary
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fairseq_fwp.convert import folder
-from fairseq_fwp.convert.files import Conversion, Options, Source, Tensors, arrange, check, new_folder
-from fairseq_fwp.convert.folder import CONFIG, WEIGHTS
+from fairseq_fwp.convert.files import Conversion, Options, Source, Tensors, arrange, check
+from fairseq_fwp.convert.folder import CONFIG
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import MODERN
@@ -212,10 +210,8 @@ def write(conversion: Conversion, out: Path) -> None:
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = conversion.weights["decoder.adaptive_softmax.words.weight"][rows]
     dtype = tensors["model.embeddings.weight"].dtype
-    with new_folder(out) as unfinished:
-        described = {"architectures": [MODELS[config["model_type"]][0]], **config, "torch_dtype": str(dtype)[6:]}
-        (unfinished / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        save_file({name: x.contiguous() for name, x in tensors.items()}, unfinished / WEIGHTS, {"format": "pt"})
+    described = {"architectures": [MODELS[config["model_type"]][0]], **config, "torch_dtype": str(dtype)[6:]}
+    folder.write(out, described, tensors)
 
 
 def rows_of_tokens(words: Any, without_end: bool) -> tuple[Tensor, int | None]:

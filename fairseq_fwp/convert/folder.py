@@ -1,7 +1,8 @@
-"""Folders of Hugging Face's transformers: config.json, and weights as safetensors.
+"""Folders of Hugging Face's transformers, and of this package: config.json, and weights as safetensors.
 
-The weights are in model.safetensors, or in the files that model.safetensors.index.json names. Words of our dictionary
-are the numbers of tokens, as fairseq's `--bpe gpt2` writes them, and `</s>` is the end of a text.
+The weights are in model.safetensors, or in the files that model.safetensors.index.json names. In those of transformers,
+words of our dictionary are the numbers of tokens, as fairseq's `--bpe gpt2` writes them, and `</s>` is the end of a
+text. In those of this package config.json has the flags of training, and dict.txt the words.
 """
 
 import json
@@ -9,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fairseq.data import Dictionary
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from fairseq_fwp.convert.files import DICTIONARY, Conversion, build, dictionaries, new_folder
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -79,3 +83,29 @@ def numbers_of_tokens(
     if config["eos_token_id"] is not None:
         words[config["eos_token_id"]] = "</s>"
     return words
+
+
+def write_model(conversion: Conversion, out: Path) -> None:
+    """Write a language model of this package, for `fairseq_fwp.load` and --source fwp-lm, or nothing.
+
+    Raises ValueError if the folder exists and is not empty, and if the weights do not fit the model of the flags.
+    """
+    if isinstance(conversion.words, dict):
+        raise ValueError(f"the model must be a language model to be written as safetensors, got {conversion.arch}")
+    model, (dictionary,) = build(conversion), dictionaries(conversion).values()
+    # Each parameter once, although the input and the output may share it.
+    kept = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name in kept}
+    flags = {name: value for name, value in conversion.flags.items() if value is not None}
+    write(out, {"model_type": conversion.arch, "vocab_size": len(dictionary), **flags}, tensors, dictionary)
+
+
+def write(
+    out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dictionary: Dictionary | None = None
+) -> None:
+    """Write config.json, model.safetensors and dict.txt, if there is a dictionary, into a new folder, or nothing."""
+    with new_folder(out) as folder:
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file({name: x.contiguous() for name, x in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+        if dictionary is not None:
+            dictionary.save(str(folder / DICTIONARY))

@@ -1,0 +1,134 @@
+"""Trained language models as modules: tokens and a state in, log-probabilities and the next state out.
+
+They need no data set and no command. `fairseq_fwp.load` is `load` here.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fairseq_fwp.convert import SOURCES, files
+from fairseq_fwp.models.decoder import DecoderState
+from fairseq_fwp.modules.layers import check
+
+
+def load(
+    path: str | os.PathLike[str], *, dictionary: str | os.PathLike[str] | None = None, source: str = "fwp-lm"
+) -> "PretrainedModel":
+    """Load a trained language model, in evaluation mode, float32, on the CPU.
+
+    path: a checkpoint of fairseq-train, or a folder of `fwp-convert --to safetensors`;
+    dictionary: dict.txt of the training, or its folder; None: dict.txt next to the weights;
+    source: what wrote them, as for fwp-convert: such as fla or gpt2, with a folder of transformers.
+
+    Raises ValueError that names a missing or damaged file, or a model that is not known.
+    """
+    check(source in SOURCES, f"source must be one of {', '.join(SOURCES)}, got {source!r}")
+    kind, weights, given = SOURCES[source], Path(path), None if dictionary is None else Path(dictionary)
+    if given is not None and given.is_dir():
+        given /= files.DICTIONARY
+    tensors, saved = kind.read(weights)
+    conversion = kind.convert(tensors, kind.words(weights, given), files.Options(saved))
+    check(isinstance(conversion.words, list), f"{path} must be a language model, got {conversion.arch}: translation")
+    return PretrainedModel(files.build(conversion).float())
+
+
+class PretrainedModel(nn.Module):
+    """A language model as a function of tokens and a state.
+
+    model: with fairseq's interface; dictionary: fairseq's, between words and numbers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.dictionary: Dictionary = model.decoder.dictionary
+        self.eval()
+        with torch.no_grad():
+            one, two = (_shapes(self(torch.full((1, n), self.dictionary.unk()))[1]) for n in (1, 2))
+        # Dimensions that depend on the number of tokens, and the first, which is the row, may differ.
+        self._sizes = {
+            path: [size if size == two[path][n] else None for n, size in enumerate(shape)][1:]
+            for path, shape in one.items()
+        }
+
+    def forward(self, tokens: Tensor, state: DecoderState | None = None) -> tuple[Tensor, DecoderState]:
+        """Return log-probabilities (B, L, V) of what follows each of the tokens (B, L), and the state after them.
+
+        They are not logits, because a softmax with clusters of words has none. state: after earlier tokens; None: there
+        are none, and the first token should be the end of a line, as in training.
+        """
+        if state is not None:
+            self._check_state(tokens, state)
+        features, extra = self.model(tokens, state=state)
+        return self.model.get_normalized_probs((features, extra), log_probs=True), extra["state"]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        length: int,
+        *,
+        top: int = 1,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Return what the model writes after the tokens (B, L): at most `length` tokens, until each row ends its line.
+
+        top: each token is drawn from so many of the most probable; 1: the most probable. Rows that have ended are
+        filled with padding.
+        """
+        log_probs, state = self(tokens)
+        written, pad, eos = tokens[:, :0], self.dictionary.pad(), self.dictionary.eos()
+        ended = tokens.new_zeros(len(tokens), dtype=torch.bool)
+        for _ in range(length):
+            scores = log_probs[:, -1] / temperature
+            scores[:, pad] = -torch.inf
+            best = scores.topk(top)
+            drawn = torch.multinomial(best.values.softmax(1), 1, generator=generator)
+            token = best.indices.gather(1, drawn).masked_fill(ended.unsqueeze(1), pad)
+            written = torch.cat([written, token], 1)
+            ended |= token[:, 0] == eos
+            if ended.all():
+                break
+            log_probs, state = self(token, state)
+        return written
+
+    def encode(self, text: str) -> Tensor:
+        """Return the tokens (1, L) of words separated by blanks, after the end of a line."""
+        dictionary = self.dictionary
+        words = dictionary.encode_line(text, append_eos=False, add_if_not_exist=False).long()
+        return torch.cat([words.new_tensor([dictionary.eos()]), words]).unsqueeze(0)
+
+    def decode(self, tokens: Tensor) -> str:
+        """Return the words of tokens (L,), without the ends of lines and padding."""
+        found: str = self.dictionary.string(tokens[tokens != self.dictionary.pad()])
+        return found
+
+    def _check_state(self, tokens: Tensor, state: Any) -> None:
+        asked = "state must be None or what this model returned"
+        check(isinstance(state, DecoderState), f"{asked}, got {type(state).__name__}")
+        rows = len(state.positions)
+        check(rows == len(tokens), f"state must have as many rows as the tokens, {len(tokens)}, got {rows}")
+        found = _shapes(state)
+        for path, sizes in self._sizes.items():
+            shape = found.get(path, ())
+            same = len(shape) == len(sizes) + 1 and all(
+                size in (None, given) for size, given in zip(sizes, shape[1:], strict=True)
+            )
+            check(same, f"{asked}: {path.strip('.')} must be (B, {', '.join(map(_size, sizes))}), got {tuple(shape)}")
+
+
+def _size(size: int | None) -> str:
+    return "n" if size is None else str(size)
+
+
+def _shapes(state: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a state, by their places."""
+    leaves = pytree.tree_flatten_with_path(state)[0]
+    return {pytree.keystr(path): tuple(x.shape) for path, x in leaves if x is not None}

@@ -1,0 +1,123 @@
+"""fairseq_fwp.load: the model that fairseq has, to the bit, from a checkpoint or a folder."""
+
+import re
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from small_models import MODELS, SMALL, build, log_probs, make_dictionary, random_tokens
+
+import fairseq_fwp
+from fairseq_fwp.cli.convert import main
+
+FAST = ("sum_favor", "delta", "Gated DeltaNet", "local last", "adaptive inputs", "same length", "XL, mapped")
+LENGTH, VOCABULARY = 20, 50
+
+
+def save(folder, kind, **changes):
+    """Save a small model as fairseq does, with its dictionary, and return it and the path."""
+    arch, own = MODELS[kind]
+    backend = {"fwp_backend": "auto"} if arch not in ("fwp_xl_lm", "fwp_fwl_lm") else {}
+    model = build(kind, tokens_per_sample=32, **backend).float()
+    args = Namespace(**{"max_target_positions": None, "add_bos_token": False, "tokens_per_sample": 32, **SMALL, **own})
+    ARCH_CONFIG_REGISTRY[arch](args)
+    settings = {"model": {**vars(args), "arch": arch, **changes}, "task": {}}
+    torch.save({"args": None, "cfg": settings, "model": model.state_dict()}, folder / "checkpoint.pt")
+    make_dictionary(VOCABULARY).save(str(folder / "dict.txt"))
+    return model, folder / "checkpoint.pt"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("saved"), "softmax last")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in MODELS])
+def test_a_checkpoint_and_a_folder_are_the_model(kind, tmp_path):
+    model, path = save(tmp_path, kind)
+    folder = tmp_path / "folder"
+    main(["--source", "fwp-lm", str(path), "--to", "safetensors", "--out", str(folder)])
+    tokens = random_tokens(3, LENGTH)
+    parts = tokens.split([7, 1, LENGTH - 8], 1)
+    for loaded in (fairseq_fwp.load(path), fairseq_fwp.load(folder)):
+        assert torch.equal(loaded(tokens)[0], log_probs(model, tokens))
+        state = given = None
+        for part in parts:
+            found, state = loaded(part, state)
+            features, extra = model(part, state=given)
+            assert torch.equal(found, model.get_normalized_probs((features, extra), log_probs=True))
+            given = extra["state"]
+    back = tmp_path / "back"
+    main(["--source", "fwp-lm", str(folder), "--out", str(back)])
+    assert torch.equal(fairseq_fwp.load(back / "checkpoint.pt")(tokens)[0], log_probs(model, tokens))
+
+
+def test_the_dictionary_may_be_elsewhere(saved, tmp_path):
+    _, path = saved
+    moved = path.rename(tmp_path / "moved.pt")
+    try:
+        for dictionary in (path.parent, str(path.parent / "dict.txt")):
+            lm = fairseq_fwp.load(str(moved), dictionary=dictionary)
+            assert lm.dictionary.symbols == make_dictionary(VOCABULARY).symbols and not lm.training
+    finally:
+        moved.rename(path)
+
+
+def test_it_writes_as_the_most_probable_tokens_say(saved):
+    model, path = saved
+    lm = fairseq_fwp.load(path)
+    prompt = lm.encode("w1 w2 unknown")
+    assert prompt.tolist() == [[2, 5, 6, 3]] and lm.decode(prompt[0, 1:3]) == "w1 w2"
+    prompts = torch.cat([prompt, random_tokens(1, 4)])
+    for row, written in zip(prompts, lm.generate(prompts, 12), strict=True):
+        read = row.unsqueeze(0)
+        for token in written[written != 1]:
+            scores = log_probs(model, read)[0, -1]
+            scores[1] = -torch.inf
+            assert token == scores.argmax() and 2 not in read[0, 4:]
+            read = torch.cat([read, token.view(1, 1)], 1)
+        assert written.shape == (12,) or written[-1] in (1, 2)
+    drawn = [lm.generate(prompts, 12, top=9, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(*drawn[:2]) and not torch.equal(*drawn[1:])
+    # At almost no temperature, the most probable is drawn; without it all are as likely.
+    assert torch.equal(lm.generate(prompts, 12, top=9, temperature=1e-6), lm.generate(prompts, 12))
+
+
+def test_what_is_refused(saved, tmp_path):
+    _, path = saved
+    lm, tokens = fairseq_fwp.load(path), random_tokens(2, 3)
+    state = lm(tokens)[1]
+    other = fairseq_fwp.load(save(tmp_path, "delta_dpfp")[1])(tokens)[1]
+    wrong = {
+        "as many rows as the tokens, 2, got 1": state.reorder(torch.tensor([0])),
+        "what this model returned, got list": [],
+        r"what this model returned: layers\[0\].weights must be \(B, 4, 4, 4\), got \(2, 4, 8, 4\)": other,
+    }
+    for says, given in wrong.items():
+        with pytest.raises(ValueError, match=says):
+            lm(tokens, given)
+    _, unknown = save(tmp_path, "delta", arch="lstm_lm")
+    files = {
+        "checkpoint nothing.pt cannot be read: No such file": ("nothing.pt", {}),
+        f"architecture in {re.escape(str(unknown))} must be fwp_lm or fwp_xl_lm or fwp_fwl_lm, got 'lstm_lm'": (
+            unknown,
+            {},
+        ),
+        "config.json cannot be read": (tmp_path, {}),
+        "source must be one of .*, got 'nothing'": (path, {"source": "nothing"}),
+        "dict.txt cannot be read": (path, {"dictionary": tmp_path / "no/dict.txt"}),
+    }
+    for says, (file, options) in files.items():
+        with pytest.raises(ValueError, match=says) as raised:
+            fairseq_fwp.load(file, **options)
+        assert "\n" not in str(raised.value)
+
+
+def test_no_command_is_imported():
+    code = "import sys, fairseq_fwp; fairseq_fwp.load; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True)
+    assert "fairseq_fwp.pretrained" in found.stdout
+    assert "fairseq_cli" not in found.stdout and "fairseq_fwp.cli" not in found.stdout
