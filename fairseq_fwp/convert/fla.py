@@ -1,7 +1,8 @@
-"""flash-linear-attention's DeltaNet, Gated DeltaNet and Kimi Delta Attention, from and to folders of transformers.
+"""flash-linear-attention's DeltaNet, Gated DeltaNet, Kimi Delta Attention and RWKV-7, as folders of transformers.
 
 Both directions use one table of names, `names_of`. Models are `fwp_lm` with the options of their architectures here.
 Layers of softmax attention and experts are refused. D: hidden_size, H heads with keys of size K, HV with values of V.
+Names of earlier versions of RWKV-7, with all mixtures in one tensor x_x, are read too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,11 +20,11 @@ from fairseq_fwp.convert.files import Conversion, Options, Source, Tensors, arra
 from fairseq_fwp.convert.folder import CONFIG
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
-from fairseq_fwp.models.presets import MODERN
+from fairseq_fwp.models.presets import MODERN, RWKV7
 
 NAME = "flash-linear-attention"
 # Settings that config.json must have, and defaults of those that it may leave out.
-REQUIRED = ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size")
+REQUIRED = ("hidden_size", "num_hidden_layers", "vocab_size")
 DEFAULTS = {
     "allow_neg_eigval": False, "conv_size": 4, "eos_token_id": 2, "hidden_ratio": 4, "intermediate_size": None,
     "lower_bound": None, "max_position_embeddings": 2048, "norm_eps": 1e-6, "num_v_heads": None,
@@ -34,7 +35,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "delta_net": ("DeltaNetForCausalLM", "delta", {"expand_k": 1.0, "expand_v": 1.0, "use_gate": False}),
     "gated_deltanet": ("GatedDeltaNetForCausalLM", "gated_delta", {"expand_v": 2.0, "head_dim": 256, "use_gate": True}),
     "kda": ("KDAForCausalLM", "kda", {"expand_v": 1.0, "head_dim": 128}),
-}
+    "rwkv7": (
+        "RWKV7ForCausalLM",
+        "time_mix",
+        {"a_low_rank_dim": None, "decay_low_rank_dim": None, "fuse_norm": True, "gate_low_rank_dim": None,
+         "head_dim": 64, "norm_eps": 1e-5, "num_heads": None, "v_low_rank_dim": None},
+    ),
+}  # fmt: skip
 # Settings with the only value that can be converted, and what the model does with another value.
 EXPECTED = {
     "attn": (None, "some of its layers have softmax attention with rotary positions"),
@@ -44,6 +51,19 @@ EXPECTED = {
     "qk_norm": ("l2", "its queries and keys have another normalisation"),
     "use_beta": (True, "it always writes with full strength"),
     "use_short_conv": (True, "it has no short convolution"),
+}
+EXPECTED_OF_RWKV7 = {
+    "hidden_act": ("sqrelu", "its feed-forward blocks have another activation"),
+    "norm_bias": (True, "its layer normalisation has no biases"),
+    "norm_first": (True, "it does not normalise its embeddings"),
+}
+# Letters of RWKV-7's mixtures, in our order; and of its projections of low rank, with the settings of their ranks.
+MIXTURES = "rwkvag"
+LOW_RANKS = {
+    "decay": ("w", "decay_low_rank_dim"),
+    "rate": ("a", "a_low_rank_dim"),
+    "value": ("v", "v_low_rank_dim"),
+    "output_gate": ("g", "gate_low_rank_dim"),
 }
 
 
@@ -70,15 +90,28 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"model_type in {CONFIG} must be one of {', '.join(MODELS)}, got {kind!r}: no other can be loaded"
         )
-    for name, (value, reason) in EXPECTED.items():
+    expected = {**EXPECTED, **(EXPECTED_OF_RWKV7 if kind == "rwkv7" else {})}
+    for name, (value, reason) in expected.items():
         if config.get(name, value) != value:
             raise ValueError(f"{CONFIG} has {name} = {config[name]!r}, which cannot be converted: {reason}")
-    return {**DEFAULTS, **MODELS[kind][2], **config}
+    found = {**DEFAULTS, **MODELS[kind][2], **config}
+    if kind == "rwkv7":
+        dims, size = found.get("value_dim"), found["hidden_size"]
+        if config.get("head_dim") or not found["num_heads"]:
+            found["num_heads"] = size // found["head_dim"]
+        if dims is not None and any(dim != size for dim in (dims if isinstance(dims, list) else [dims])):
+            raise ValueError(f"{CONFIG} has value_dim = {dims!r}, which cannot be converted: it must be {size}")
+    if not isinstance(found.get("num_heads"), int):
+        raise ValueError(f"{CONFIG} must be the configuration of a {NAME}, got one without num_heads")
+    return found
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes:
     """Return the sizes of a complete configuration. Raises ValueError if they are not whole numbers."""
     dim, heads = config["hidden_size"], config["num_heads"]
+    if config["model_type"] == "rwkv7":
+        ffn = config["intermediate_size"] or 32 * -(-int(dim * (config["hidden_ratio"] or 4)) // 32)
+        return Sizes(dim, heads, heads, dim // heads, dim // heads, ffn)
     key = config["head_dim"] if "head_dim" in config else dim * config["expand_k"] / heads
     value = (key if "head_dim" in config else dim / heads) * config["expand_v"]
     for name, size in (("key", key), ("value", value)):
@@ -91,31 +124,84 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes:
 def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `fwp_lm` for a complete configuration."""
     kind, sizes, length = config["model_type"], sizes_of(config), config["max_position_embeddings"]
-    gate = {"kda": "sigmoid"}.get(kind, "silu" if config.get("use_gate") else "none")
-    return {
-        **MODERN,
+    shared = {
         "decoder_layers": config["num_hidden_layers"],
         "decoder_embed_dim": sizes.dim,
         "decoder_ffn_embed_dim": sizes.ffn,
         "decoder_attention_heads": sizes.heads,
+        "norm_epsilon": config["norm_eps"],
+        "output_layer": "tied" if config["tie_word_embeddings"] else "untied",
+        "tokens_per_sample": length,
+        "max_target_positions": length,
+    }
+    if kind == "rwkv7":
+        ranks = {f"{ours}_rank": config[setting] for ours, (_, setting) in LOW_RANKS.items()}
+        return {**RWKV7, **shared, **ranks, "l2_normalization_epsilon": 1e-6 if config["fuse_norm"] else 0.0}
+    gate = {"kda": "sigmoid"}.get(kind, "silu" if config.get("use_gate") else "none")
+    return {
+        **MODERN,
+        **shared,
         "decoder_key_dim": sizes.key,
         "decoder_value_dim": sizes.value,
         "decoder_value_heads": sizes.value_heads,
         "decoder_update_rule": MODELS[kind][1],
         "decoder_conv_size": config["conv_size"],
-        "norm_epsilon": config["norm_eps"],
         "output_gate": gate,
         "output_gate_rank": sizes.value if kind == "kda" else None,
         "negative_eigenvalues": config["allow_neg_eigval"],
         "decay_lower_bound": config["lower_bound"] if kind == "kda" else None,
-        "output_layer": "tied" if config["tie_word_embeddings"] else "untied",
-        "tokens_per_sample": length,
-        "max_target_positions": length,
     }
 
 
 def names_of(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield each of our tensors but those of words, and theirs, which it joins, with numbers of rows."""
+    dim, rwkv7 = config["hidden_size"], config["model_type"] == "rwkv7"
+    tensors = names_of_rwkv7(config) if rwkv7 else names_of_layer(config)
+    for index in range(config["num_hidden_layers"]):
+        for ours, theirs in tensors.items():
+            if index > 0 or ".value." not in ours:  # the first layer of RWKV-7 has no other's values
+                renamed = {f"model.layers.{index}.{name}": rows for name, rows in theirs.items()}
+                yield f"decoder.layers.{index}.{ours}", renamed
+    for kind in ("weight", "bias") if rwkv7 else ("weight",):
+        yield f"decoder.layer_norm.{kind}", {f"model.norm.{kind}": dim}
+        if rwkv7:
+            yield f"decoder.layernorm_embedding.{kind}", {f"model.layers.0.pre_norm.{kind}": dim}
+
+
+def names_of_rwkv7(config: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Return the same of a layer of RWKV-7, without its number."""
+    dim, heads, ffn = config["hidden_size"], config["num_heads"], sizes_of(config).ffn
+    layer = {
+        "self_attn.token_shift.mix": {f"attn.x_{name}": 1 for name in MIXTURES},
+        "self_attn.removal_scale": {"attn.k_k": dim},
+        "self_attn.rate_scale": {"attn.k_a": dim},
+        "self_attn.bonus": {"attn.r_k": heads},
+        "self_attn.q_proj.weight": {"attn.r_proj.weight": dim},
+        "self_attn.k_proj.weight": {"attn.k_proj.weight": dim},
+        "self_attn.v_proj.weight": {"attn.v_proj.weight": dim},
+        "self_attn.out_proj.weight": {"attn.o_proj.weight": dim},
+        "token_shift.mix": {"ffn.x_k": dim},
+        "fc1.weight": {"ffn.key.weight": ffn},
+        "fc2.weight": {"ffn.value.weight": dim},
+    }
+    for ours, (letter, setting) in LOW_RANKS.items():
+        theirs = f"attn.{letter}_lora.lora"
+        layer[f"self_attn.{ours}.0.weight"] = {f"{theirs}.0.weight": config[setting]}
+        layer[f"self_attn.{ours}.2.weight"] = {f"{theirs}.2.weight": dim}
+        if ours != "output_gate":
+            layer[f"self_attn.{ours}.2.bias"] = {f"{theirs}.2.bias": dim}
+    norms = {
+        "self_attn.read_out_norm": "attn.g_norm",
+        "self_attn_layer_norm": "attn_norm",
+        "final_layer_norm": "ffn_norm",
+    }
+    for ours, theirs in norms.items():
+        layer |= {f"{ours}.{kind}": {f"{theirs}.{kind}": dim} for kind in ("weight", "bias")}
+    return layer
+
+
+def names_of_layer(config: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Return the same of a layer of another model."""
     kind, (dim, heads, value_heads, key, value, ffn) = config["model_type"], sizes_of(config)
     keys, values = heads * key, value_heads * value
     projections = {"attn.q_proj": keys, "attn.k_proj": keys, "attn.v_proj": values}
@@ -150,16 +236,19 @@ def names_of(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
         decays = value_heads * (key if kind == "kda" else 1)
         tensors["self_attn.gate_activations.decay.log_rate"] = {"attn.A_log": value_heads}
         tensors["self_attn.gate_activations.decay.bias"] = {"attn.dt_bias": decays}
-    for index in range(config["num_hidden_layers"]):
-        for ours, theirs in tensors.items():
-            renamed = {f"model.layers.{index}.{name}": rows for name, rows in theirs.items()}
-            yield f"decoder.layers.{index}.{ours}", renamed
-    yield "decoder.layer_norm.weight", {"model.norm.weight": dim}
+    return tensors
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     config = complete(options)
     rest, vocabulary, value_heads = Tensors(tensors), arrange(words), sizes_of(config).value_heads
+    if config["model_type"] == "rwkv7":
+        for name in [name for name in rest if name.endswith(".attn.x_x")]:
+            mixtures = rest.take(name).view(len(MIXTURES), 1, 1, -1)
+            rest |= {f"{name[:-1]}{letter}": part for letter, part in zip(MIXTURES, mixtures, strict=True)}
+        for letter, setting in LOW_RANKS.values():
+            found = [len(rest[name]) for name in rest if name.endswith(f".{letter}_lora.lora.0.weight")]
+            config[setting] = config[setting] or next(iter(found), None)
     weights: dict[str, Tensor] = {}
     for ours, theirs in names_of(config):
         parts = [rest.take(name) for name in theirs]
@@ -167,8 +256,10 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
             if len(part) != theirs[name]:
                 raise ValueError(f"{name} must have {theirs[name]} rows as {CONFIG} says, got {len(part)}")
         joined = torch.cat(parts)
-        if ".convolution." in ours:
+        if ".convolution." in ours or ".self_attn.token_shift." in ours:
             joined = joined.flatten(1)
+        elif ".token_shift." in ours:
+            joined = joined.unsqueeze(0)
         elif ".gate_activations." in ours:
             joined = joined.view(value_heads, -1)
         weights[ours] = joined
@@ -196,14 +287,20 @@ def write(conversion: Conversion, out: Path) -> None:
         raise ValueError(f"the model must be fwp_lm to be written for {NAME}, got {conversion.arch}")
     masked = conversion.weights.get("decoder.adaptive_softmax.bias", torch.zeros(len(Dictionary()))).isneginf()
     rows, eos = rows_of_tokens(conversion.words, bool(masked[Dictionary().eos()]))
-    config = complete(config_of(conversion.flags, len(rows), eos))
+    ranks = {
+        f"{name}_rank": len(tensor)
+        for name in LOW_RANKS
+        for key, tensor in conversion.weights.items()
+        if key.endswith(f".self_attn.{name}.0.weight")
+    }
+    config = complete(config_of({**conversion.flags, **ranks}, len(rows), eos))
     check(conversion)
     tensors: dict[str, Tensor] = {}
     for ours, theirs in names_of(config):
         joined = conversion.weights[ours]
-        if ".convolution." in ours:
+        if ".convolution." in ours or ".self_attn.token_shift." in ours:
             joined = joined.unsqueeze(1)
-        elif ".gate_activations." in ours:
+        elif ".token_shift." in ours or ".gate_activations." in ours:
             joined = joined.flatten()
         tensors |= zip(theirs, joined.split([*theirs.values()]), strict=True)
     tensors["model.embeddings.weight"] = conversion.weights["decoder.embed_tokens.weight"][rows]
@@ -233,43 +330,53 @@ def config_of(flags: Mapping[str, Any], words: int, eos: int | None) -> dict[str
     rules = {rule: kind for kind, (_, rule, _) in MODELS.items()}
     if (rule := given["decoder_update_rule"]) not in rules:
         raise ValueError(f"--decoder-update-rule must be one of {', '.join(rules)} for {NAME}, got {rule}")
-    dim, heads = given["decoder_embed_dim"], given["decoder_attention_heads"]
+    kind, dim, heads = rules[rule], given["decoder_embed_dim"], given["decoder_attention_heads"]
     for name in ("decoder_key_dim", "decoder_value_dim"):
         given[name] = given[name] or dim // heads
     given["decoder_value_heads"] = given["decoder_value_heads"] or heads
-    kind, key, value = rules[rule], given["decoder_key_dim"], given["decoder_value_dim"]
     config = {
         "model_type": kind,
         "hidden_size": dim,
         "num_hidden_layers": given["decoder_layers"],
         "num_heads": heads,
         "intermediate_size": given["decoder_ffn_embed_dim"],
-        "hidden_act": "swish",
         "norm_eps": given["norm_epsilon"],
-        "use_short_conv": True,
-        "conv_size": given["decoder_conv_size"],
-        "allow_neg_eigval": given["negative_eigenvalues"],
         "tie_word_embeddings": given["output_layer"] == "tied",
         "max_position_embeddings": flags.get("tokens_per_sample") or DEFAULTS["max_position_embeddings"],
         "vocab_size": words,
         "eos_token_id": eos,
         "bos_token_id": None,
+        **(settings_of_rwkv7(given) if kind == "rwkv7" else settings_of_layer(kind, given)),
     }
-    if kind == "delta_net":
-        config |= {"expand_k": heads * key / dim, "expand_v": heads * value / dim}
-    else:
-        config |= {"head_dim": key, "expand_v": value / key, "num_v_heads": given["decoder_value_heads"]}
-    if kind == "kda":
-        bound = given["decay_lower_bound"]
-        config |= {"safe_gate": bound is not None, "lower_bound": bound}
-    else:
-        config["use_gate"] = given["output_gate"] != "none"
     # The options that these settings give must be those of the model.
     lost = FwpLanguageModel.differences(given, flags_of(complete(config)))
     if lost:
         had = ", ".join(f"{flag(name)} {ours} (there {theirs})" for name, (ours, theirs) in lost.items())
         raise ValueError(f"the model must have the parts of {kind} to be written for {NAME}, got {had}")
     return config
+
+
+def settings_of_rwkv7(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that only RWKV-7 has."""
+    ranks = {setting: given[f"{ours}_rank"] for ours, (_, setting) in LOW_RANKS.items()}
+    fused, size = given["l2_normalization_epsilon"] > 0, given["decoder_embed_dim"] // given["decoder_attention_heads"]
+    return {"head_dim": size, **ranks, "hidden_act": "sqrelu", "fuse_norm": fused}
+
+
+def settings_of_layer(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that RWKV-7 does not have."""
+    dim, heads, gated = given["decoder_embed_dim"], given["decoder_attention_heads"], given["output_gate"] != "none"
+    key, value, bound = given["decoder_key_dim"], given["decoder_value_dim"], given["decay_lower_bound"]
+    settings = {
+        "hidden_act": "swish",
+        "use_short_conv": True,
+        "conv_size": given["decoder_conv_size"],
+        "allow_neg_eigval": given["negative_eigenvalues"],
+        **({"safe_gate": bound is not None, "lower_bound": bound} if kind == "kda" else {"use_gate": gated}),
+    }
+    if kind == "delta_net":
+        return {**settings, "expand_k": heads * key / dim, "expand_v": heads * value / dim}
+    return {**settings, "head_dim": key, "expand_v": value / key, "num_v_heads": given["decoder_value_heads"]}
 
 
 SOURCE = Source({}, read, convert, partial(folder.numbers_of_tokens, NAME, REQUIRED, DEFAULTS))

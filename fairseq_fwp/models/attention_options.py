@@ -125,7 +125,20 @@ class AttentionOptions(MemoryOptions):
         "none", "function of a projection of the input by which the output is multiplied before its own projection"
     )
     output_gate_rank: Optional[int] = option(  # noqa: UP045
-        None, "rank of the projection of --output-gate, with a bias, at least 1; none: full, without bias"
+        None,
+        "rank of the projection of --output-gate, with a bias, at least 1; none: full, without bias; of time_mix "
+        "without bias; none: about 5 sqrt(D), in multiples of 32",
+    )
+    decay_rank: Optional[int] = option(  # noqa: UP045
+        None, "rank of the projection of time_mix's decays, at least 1; none: about 2.5 sqrt(D), in multiples of 32"
+    )
+    rate_rank: Optional[int] = option(  # noqa: UP045
+        None, "rank of the projection of time_mix's learning rates, at least 1; none: as for --decay-rank"
+    )
+    value_rank: Optional[int] = option(  # noqa: UP045
+        None,
+        "rank of the projection that mixes the first layer's values into those of time_mix, at least 1; none: about "
+        "1.7 sqrt(D), in multiples of 32",
     )
     decay_lower_bound: Optional[float] = option(  # noqa: UP045
         None,
@@ -218,10 +231,10 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def build_attention(options: type, cfg: Any, name: str | None = None) -> Any:
+def build_attention(options: type, cfg: Any, name: str | None = None, depth: float = 0.0) -> Any:
     """Return the causal attention of the configuration. Raises ValueError that names the flag for an invalid one.
 
-    name: of ATTENTIONS, None = the one that the options select.
+    name: of ATTENTIONS, None = the one that the options select; depth: share of the layers below it, 0 = the first.
     """
     kind, names = ATTENTIONS[name or attention_name(cfg)], {**by_argument(options, *CAUSAL), **SIZES}
     given = {"embed_dim": cfg.decoder_embed_dim, "num_heads": cfg.decoder_attention_heads}
@@ -230,7 +243,7 @@ def build_attention(options: type, cfg: Any, name: str | None = None) -> Any:
             key_dim = head_size(**given, size=cfg.decoder_key_dim)
         given |= {"key_dim": key_dim, "feature_map": build_map(options, cfg, cfg.decoder_feature_map, key_dim)}
         given |= build_normalizations(cfg)
-    return construct(kind, cfg, names, **given)
+    return construct(kind, cfg, names, **given, depth=depth)
 
 
 def build_map(options: type, cfg: Any, name: str, key_dim: int, besides: str = "") -> FeatureMap:

@@ -19,8 +19,17 @@ from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES
 from fairseq_fwp.modules.attention.base import detach, reorder, reset
+from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.feature_maps import resample
-from fairseq_fwp.modules.layers import DecoderLayer, Dropout, at_least_float32, check, faster_linear, layer_norm
+from fairseq_fwp.modules.layers import (
+    DecoderLayer,
+    Dropout,
+    LayerState,
+    at_least_float32,
+    check,
+    faster_linear,
+    layer_norm,
+)
 from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
@@ -63,6 +72,12 @@ class DecoderConfig(FairseqDataclass):
     swiglu: bool = option(
         False, "feed-forward blocks with a SiLU gate and without biases (Shazeer 2020), instead of --activation-fn"
     )
+    channel_mix: bool = option(
+        False,
+        "feed-forward blocks of RWKV-7: squared ReLU, without biases, of each token mixed with the one before, instead "
+        "of --activation-fn",
+    )
+    layernorm_embedding: bool = option(False, "normalise the embeddings and their positions, as RWKV-7 does")
     no_decoder_final_norm: bool = option(
         False, "with --decoder-normalize-before: no layer normalisation after the last block"
     )
@@ -104,7 +119,11 @@ class DecoderState(NamedTuple):
         return DecoderState(reset(self.layers, rows), reset(self.positions, rows))
 
 
-STATES: set[Any] = {DecoderState, *(state for attention in ATTENTIONS.values() for state in attention.states)}
+STATES: set[Any] = {
+    DecoderState,
+    LayerState,
+    *(state for attention in ATTENTIONS.values() for state in attention.states),
+}
 # A checkpoint in mid-epoch holds the state of its streams, under the class names of its time.
 torch.serialization.add_safe_globals([*STATES, *FORMER_NAMES])
 # Models saved by torch.export.save take and return these states.
@@ -140,6 +159,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.needs_state: dict[str, str] = {}
         self.padding_idx = dictionary.pad()
         self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
+        check(not (cfg.swiglu and cfg.channel_mix), "--swiglu must be off with --channel-mix, got on")
         with naming_flags({"norm_epsilon": "norm_epsilon"}):
             norm = layer_norm(cfg.decoder_embed_dim, cfg.rms_norm, cfg.norm_epsilon)
         cutoffs = read_cutoffs(cfg, len(dictionary))
@@ -152,6 +172,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
             )
         self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
         self.embed_positions = self.build_positions(cfg)
+        normalized = cfg.layernorm_embedding
+        self.layernorm_embedding = layer_norm(dim, cfg.rms_norm, cfg.norm_epsilon) if normalized else None
         self.sample_length = cfg.tokens_per_sample
         self.dropout = Dropout(cfg.dropout, self)
         self.layers = nn.ModuleList(
@@ -166,9 +188,11 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
                 cfg.rms_norm,
                 cfg.norm_epsilon,
                 cfg.swiglu,
+                TokenShift(dim, [(1 - index / cfg.decoder_layers) ** 4]) if cfg.channel_mix else None,
             )
             for index in range(cfg.decoder_layers)
         )
+        self.last_inputs = cfg.decoder_layers * dim if cfg.channel_mix else 0  # numbers that their blocks keep
         # A state that does not grow with the text can be carried forever.
         self.carries_state = all(attention.constant_state for attention in self.attentions)
         final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
@@ -246,12 +270,14 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         if first is not None:
             counts = counts - torch.where(first, counts - 1, 0).cummax(1).values
         positions = (counts - 1).clamp(min=0)
-        layer_states = []
+        layer_states, shared = [], dict[str, Tensor]()
         # Here and not in each layer, and for many tokens: each call of torch costs more in this context.
         with faster_linear(tokens.numel(), tokens.device):
             x = self.embed_scale * self.embed_tokens(tokens)
             if self.embed_positions is not None:
                 x = x + self.embed_positions(positions, decoding).to(x.dtype)
+            if self.layernorm_embedding is not None:
+                x = self.layernorm_embedding(x)
             x = self.dropout(x)
             # A compiled graph, and a transform of torch.func, take one path for all inputs.
             one_path = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
@@ -260,7 +286,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
                 if self.layer_positions is not None:
                     x = x + self.layer_positions[index](positions).to(x.dtype)
                 kept = last if index == len(self.layers) - 1 else None
-                x, layer_state = layer(x, state.layers[index] if state else None, mask, kept, first)
+                x, layer_state = layer(x, state.layers[index] if state else None, mask, kept, first, shared)
                 layer_states.append(layer_state)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
@@ -298,7 +324,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
 
     def state_size(self, length: int, carried: bool = False) -> int:
         """Return the numbers in the state, see `Attention`; counted as in Schlag et al. 2021, Table 4."""
-        return sum(attention.state_size(length, carried) for attention in self.attentions)
+        return self.last_inputs + sum(attention.state_size(length, carried) for attention in self.attentions)
 
 
 def check_probability(name: str, value: float) -> None:

@@ -107,7 +107,9 @@ class FwpDecoder(LanguageModelDecoder):
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
     def build_attention(self, cfg: Any, index: int) -> nn.Module:
-        return build_attention(FwpLanguageModelConfig, cfg, layer_attentions(cfg)[index])
+        names = layer_attentions(cfg)
+        depth = (index - names.index(names[index])) / len(names)  # of the first of its kind 0
+        return build_attention(FwpLanguageModelConfig, cfg, names[index], depth)
 
 
 def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:

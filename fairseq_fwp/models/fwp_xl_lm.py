@@ -102,6 +102,9 @@ class FwpXlDecoder(LanguageModelDecoder):
             f"--clamp-len must be at least 1 with --decoder-positions {positions}, got {cfg.clamp_len}: each distance "
             "up to it has a vector",
         )
+        check(
+            not cfg.channel_mix, "--channel-mix must be off with Transformer-XL, got on: its memory has no last token"
+        )
         super().__init__(cfg, dictionary)
         self.mem_len = cfg.mem_len
         self.carries_state = cfg.mem_len > 0

@@ -63,13 +63,17 @@ def decoder(**sizes: int) -> dict[str, Any]:
     return {f"decoder_{name}": value for name, value in sizes.items()}
 
 
-# The whole layer of flash-linear-attention's models: names and settings are those of its configurations.
-MODERN = {
-    "decoder_feature_map": "silu", "decoder_conv_size": 4, "l2_normalization": True, "l2_normalization_epsilon": 1e-6,
-    "scale_queries": True, "norm_read_out": True, "rms_norm": True, "norm_epsilon": 1e-6, "swiglu": True,
+BLOCKS = {
     "decoder_normalize_before": True, "no_token_positional_embeddings": True, "no_scale_embedding": True,
     "output_layer": "untied", "dropout": 0.0,
 }  # fmt: skip
+# The whole layer of flash-linear-attention's models: names and settings are those of its configurations.
+MODERN = {
+    "decoder_feature_map": "silu", "decoder_conv_size": 4, "l2_normalization": True, "l2_normalization_epsilon": 1e-6,
+    "scale_queries": True, "norm_read_out": True, "rms_norm": True, "norm_epsilon": 1e-6, "swiglu": True, **BLOCKS,
+}  # fmt: skip
+# Peng et al. 2025, arXiv 2503.14456: the whole model.
+RWKV7 = {"decoder_update_rule": "time_mix", "channel_mix": True, "layernorm_embedding": True, **BLOCKS}
 # DeltaNet (Yang et al. 2024, arXiv 2406.06484) does not gate its output. Gated DeltaNet (Yang et al. 2025, arXiv
 # 2412.06464) does by SiLU, and Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692) by a sigmoid of a head's rank.
 DELTA_NET = {**MODERN, "decoder_update_rule": "delta"}
@@ -78,6 +82,14 @@ KIMI = {**MODERN, "decoder_update_rule": "kda", "output_gate": "sigmoid"}
 WIDE_1B = {"embed_dim": 2048, "ffn_embed_dim": 5632}
 WIDE_340M = {"embed_dim": 1024, "ffn_embed_dim": 2816}
 TINY = {"embed_dim": 128, "ffn_embed_dim": 384, "layers": 4}
+
+
+def rwkv7(dim: int, layers: int, low: int, value: int, gate: int) -> dict[str, Any]:
+    """Return RWKV-7 with heads of 64 and these ranks: of decays and rates, values, and the gate."""
+    ranks = {"decay_rank": low, "rate_rank": low, "value_rank": value, "output_gate_rank": gate}
+    sizes = decoder(embed_dim=dim, ffn_embed_dim=4 * dim, layers=layers, attention_heads=dim // 64)
+    return {**RWKV7, **sizes, **ranks}
+
 
 # Sizes of 1.3b are the defaults of the configurations, 340m of delta_net is the published one. Those of the other two
 # have half the width of 1.3b. tiny trains on two cores of a CPU.
@@ -97,6 +109,12 @@ MODERN_PRESETS: dict[str, dict[str, Any]] = {
     "kda_lm_tiny": {**KIMI, **decoder(**TINY, attention_heads=2), "output_gate_rank": 64},
     "kda_lm_340m": {**KIMI, **decoder(**WIDE_340M, layers=24, attention_heads=8), "output_gate_rank": 128},
     "kda_lm_1.3b": {**KIMI, **decoder(**WIDE_1B, layers=24, attention_heads=16), "output_gate_rank": 128},
+    "rwkv7_lm_tiny": rwkv7(128, 4, low=32, value=32, gate=64),
+    # The published sizes, under their names.
+    "rwkv7_lm_0.1b": rwkv7(768, 12, low=64, value=32, gate=128),
+    "rwkv7_lm_0.4b": rwkv7(1024, 24, low=64, value=32, gate=128),
+    "rwkv7_lm_1.5b": rwkv7(2048, 24, low=96, value=64, gate=256),
+    "rwkv7_lm_2.9b": rwkv7(2560, 32, low=96, value=64, gate=320),
 }  # fmt: skip
 
 

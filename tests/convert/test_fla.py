@@ -1,6 +1,7 @@
 """flash-linear-attention's models: the logits of the papers' equations, both directions, and refusals by name."""
 
 import json
+import math
 import re
 
 import pytest
@@ -42,6 +43,17 @@ CASES = {
          "lower_bound": -5.0, "tie_word_embeddings": True},
         (2, 4, 4, 6),
     ),
+    "rwkv7": (
+        {"model_type": "rwkv7", "head_dim": 4, "norm_eps": 1e-4, "hidden_act": "sqrelu", "fuse_norm": False,
+         "decay_low_rank_dim": 3, "a_low_rank_dim": 5, "v_low_rank_dim": 2, "gate_low_rank_dim": 7},
+        (4, 4, 4, 4),
+    ),
+    "rwkv7, other options": (
+        {"model_type": "rwkv7", "head_dim": None, "num_heads": 2, "norm_eps": 1e-3, "hidden_act": "sqrelu",
+         "intermediate_size": None, "tie_word_embeddings": True, "decay_low_rank_dim": 2,
+         "a_low_rank_dim": 2, "v_low_rank_dim": 2, "gate_low_rank_dim": 2, "value_dim": [DIM] * LAYERS},
+        (2, 2, 8, 8),
+    ),
 }  # fmt: skip
 every_model = pytest.mark.parametrize("case", CASES)
 
@@ -51,6 +63,8 @@ def make(case):
     own, (heads, value_heads, key, value) = CASES[case]
     config = {**SHARED, **own}
     kind, keys, values = config["model_type"], heads * key, value_heads * value
+    if kind == "rwkv7":
+        return config, make_rwkv7(config, heads, key)
     gated = kind != "kda" and config.get("use_gate", kind == "gated_deltanet")
     ffn, conv = config["intermediate_size"] or 256, config.get("conv_size", 4)
     layer = {
@@ -79,9 +93,96 @@ def make(case):
     return config, {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
 
 
+def make_rwkv7(config, heads, size):
+    ffn = config["intermediate_size"] or 4 * DIM
+    ranks = {
+        letter: config[f"{name}_low_rank_dim"] for letter, name in zip("wavg", ("decay", "a", "v", "gate"), strict=True)
+    }
+    norms = ("attn_norm", "ffn_norm", "attn.g_norm")
+    layer = {f"{norm}.{kind}": (DIM,) for norm in norms for kind in ("weight", "bias")}
+    layer |= {f"attn.x_{letter}": (1, 1, DIM) for letter in "rwkvag"}
+    layer |= {f"attn.{letter}_proj.weight": (DIM, DIM) for letter in "rkvo"}
+    layer |= {"attn.k_k": (DIM,), "attn.k_a": (DIM,), "attn.r_k": (heads, size), "ffn.x_k": (DIM,)}
+    layer |= {"ffn.key.weight": (ffn, DIM), "ffn.value.weight": (DIM, ffn)}
+    for letter, rank in ranks.items():
+        layer |= {f"attn.{letter}_lora.lora.0.weight": (rank, DIM), f"attn.{letter}_lora.lora.2.weight": (DIM, rank)}
+        layer |= {f"attn.{letter}_lora.lora.2.bias": (DIM,)} if letter != "g" else {}
+    shapes = {"model.embeddings.weight": (WORDS, DIM), "model.norm.weight": (DIM,), "model.norm.bias": (DIM,)}
+    shapes |= {f"model.layers.0.pre_norm.{kind}": (DIM,) for kind in ("weight", "bias")}
+    shapes |= {} if config.get("tie_word_embeddings") else {"lm_head.weight": (WORDS, DIM)}
+    for index in range(LAYERS):
+        shapes |= {
+            f"model.layers.{index}.{name}": shape
+            for name, shape in layer.items()
+            if index or not name.startswith("attn.v_lora")
+        }
+    return {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
+
+
+def equations_of_rwkv7(config, tensors, tokens, heads):
+    """Return the logits of one sequence of tokens (L,), token by token: Peng et al. 2025, Secs. 4.1 and 4.2."""
+    size, epsilon = DIM // heads, config["norm_eps"]
+    last, memories, sigmoid = {}, {}, torch.sigmoid  # inputs of the token before, and memories, by their places
+
+    def normal(x, name, epsilon=epsilon):
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
+        return x.flatten() * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+
+    def low_rank(x, name, function):
+        y = tensors[f"{name}.2.weight"] @ function(tensors[f"{name}.0.weight"] @ x)
+        return y + tensors.get(f"{name}.2.bias", 0)
+
+    def mixed(x, name, letters):
+        before = last.get(name, torch.zeros_like(x))
+        last[name] = x
+        return [x + (before - x) * tensors[f"{name}.x_{letter}"].flatten() for letter in letters]
+
+    def attend(x, name, first_values):
+        x_r, x_w, x_k, x_v, x_a, x_g = mixed(x, name, "rwkvag")
+        r, k, v = (
+            tensors[f"{name}.{letter}_proj.weight"] @ y for letter, y in zip("rkv", (x_r, x_k, x_v), strict=True)
+        )
+        w = (-sigmoid(low_rank(x_w, f"{name}.w_lora.lora", torch.tanh)) / math.e**0.5).exp()
+        a = sigmoid(low_rank(x_a, f"{name}.a_lora.lora", lambda y: y))
+        if first_values:
+            share = sigmoid(low_rank(x_v, f"{name}.v_lora.lora", lambda y: y))
+            v = (1 - share) * v + share * first_values[0]
+        else:
+            first_values.append(v)
+        removed = k * tensors[f"{name}.k_k"]
+        k = k * (1 - tensors[f"{name}.k_a"] + a * tensors[f"{name}.k_a"])
+        outs, bonuses = [], []
+        for h in range(heads):
+            of_head = slice(h * size, (h + 1) * size)
+            y = removed[of_head]
+            y = y / (y.square().sum() + (1e-6 if config.get("fuse_norm", True) else 0)).sqrt()
+            memory = memories.get((name, h), torch.zeros(size, size, dtype=x.dtype))
+            memory = torch.diag(w[of_head]) @ memory - torch.outer(a[of_head] * y, y @ memory)
+            memories[name, h] = memory = memory + torch.outer(k[of_head], v[of_head])
+            outs.append(r[of_head] @ memory)
+            bonuses.append((r[of_head] * k[of_head] * tensors[f"{name}.r_k"][h]).sum() * v[of_head])
+        out = normal(torch.stack(outs), f"{name}.g_norm", size * epsilon) + torch.cat(bonuses)
+        return tensors[f"{name}.o_proj.weight"] @ (out * low_rank(x_g, f"{name}.g_lora.lora", sigmoid))
+
+    logits = []
+    for token in tokens:
+        x, first_values = normal(tensors["model.embeddings.weight"][token], "model.layers.0.pre_norm"), []
+        for layer in (f"model.layers.{index}" for index in range(LAYERS)):
+            x = x + attend(normal(x, f"{layer}.attn_norm"), f"{layer}.attn", first_values)
+            (y,) = mixed(normal(x, f"{layer}.ffn_norm"), f"{layer}.ffn", "k")
+            y = (tensors[f"{layer}.ffn.key.weight"] @ y).clamp(min=0) ** 2
+            x = x + tensors[f"{layer}.ffn.value.weight"] @ y
+        head = tensors.get("lm_head.weight", tensors["model.embeddings.weight"])
+        logits.append(head @ normal(x, "model.norm"))
+    return torch.stack(logits)
+
+
 def equations(case, config, tensors, tokens):
     """Return the logits of tokens (B, L), token by token, from the equations of the papers, with the names of fla."""
     heads, value_heads, key, value = CASES[case][1]
+    if config["model_type"] == "rwkv7":
+        return torch.stack([equations_of_rwkv7(config, tensors, row, heads) for row in tokens])
     kind, epsilon = config["model_type"], config["norm_eps"]
 
     def normal(x, weight):
@@ -206,12 +307,25 @@ def test_there_and_back_again(tmp_path_factory, case, dtype):
     written, found = fla.read(out)
     assert written.keys() == tensors.keys()
     assert all(torch.equal(written[name], tensor) and written[name].dtype == dtype for name, tensor in tensors.items())
-    told = {name: value for name, value in config.items() if value is not None and name != "bos_token_id"}
+    told = {name: value for name, value in config.items() if value is not None}
+    told = {name: value for name, value in told.items() if name not in ("bos_token_id", "value_dim")}
     assert found | told == found
     again = fla.convert(written, words, Options(found))
     assert (again.flags, again.words) == (once.flags, once.words)
     assert again.weights.keys() == once.weights.keys()
     assert all(torch.equal(again.weights[name], tensor) for name, tensor in once.weights.items())
+
+
+def test_earlier_names_of_rwkv7():
+    """All mixtures are one tensor, and the ranks are those of the weights."""
+    config, tensors = make("rwkv7")
+    expected = fla.convert(tensors, [str(number) for number in range(WORDS)], Options(config))
+    for name in (f"model.layers.{index}.attn.x_" for index in range(LAYERS)):
+        tensors[f"{name}x"] = torch.cat([tensors.pop(f"{name}{letter}").view(1, DIM) for letter in "rwkvag"])
+    config = {name: value for name, value in config.items() if "low_rank" not in name}
+    found = fla.convert(tensors, [str(number) for number in range(WORDS)], Options(config))
+    assert found.flags == expected.flags and found.weights.keys() == expected.weights.keys()
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in expected.weights.items())
 
 
 def test_a_checkpoint_is_written_for_fla(folder, capsys):
@@ -238,6 +352,7 @@ def with_rows(name, *shape):
     return lambda tensors: {**tensors, name: torch.ones(shape)}
 
 
+RWKV7 = {"model_type": "rwkv7", "hidden_act": "sqrelu", "head_dim": 4}
 # change of the tensors, of the configuration, words of the sentence
 REFUSALS = [
     (dict, {"model_type": "kimi_linear"}, "model_type in config.json must be one of delta_net, .*, got 'kimi_linear'"),
@@ -252,6 +367,12 @@ REFUSALS = [
     (dict, {"use_beta": False}, "use_beta = False, which cannot be converted: it always writes with full strength"),
     (dict, {"use_short_conv": False}, "use_short_conv = False, which cannot be converted: it has no short convolution"),
     (dict, {"attnres_block_size": 4}, "attnres_block_size = 4, which cannot be converted"),
+    (dict, {"model_type": "bitnet"}, "model_type in config.json must be .*, got 'bitnet': no other can be loaded"),
+    (dict, {"model_type": "mla"}, "model_type in config.json must be .*, got 'mla': no other can be loaded"),
+    (dict, {"model_type": "rwkv7", "hidden_act": "relu"}, "hidden_act = 'relu', which cannot be converted"),
+    (dict, {**RWKV7, "norm_bias": False}, "norm_bias = False, which cannot be converted: its layer normalisation"),
+    (dict, {**RWKV7, "norm_first": False}, "norm_first = False, which cannot be converted: it does not normalise"),
+    (dict, {**RWKV7, "value_dim": [16, 32]}, r"value_dim = \[16, 32\], which cannot be converted: it must be 16"),
     (dict, {"expand_v": 0.3}, "config.json must give heads with values of a whole size, got 1.2"),
     (dict, {"vocab_size": 31}, r"model\.embeddings\.weight must have the 31 words of config\.json, got 30"),
     (dict, {"num_heads": 2}, r"layers\.0\.attn\.b_proj\.weight must have 2 rows as config\.json says, got 4"),
@@ -273,7 +394,11 @@ def test_models_that_cannot_be_represented_are_refused_by_name(tmp_path_factory,
 
 # flags of a model of ours, words of the sentence
 NOT_THEIRS = [
-    ({"decoder_update_rule": "sum"}, "--decoder-update-rule must be one of delta, gated_delta, kda for .*, got sum"),
+    ({"decoder_update_rule": "sum"}, "--decoder-update-rule must be one of delta, .*, time_mix for .*, got sum"),
+    (
+        {"decoder_update_rule": "time_mix"},
+        r"the model must have the parts of rwkv7 .*, --swiglu True \(there False\)",
+    ),
     ({"swiglu": False}, r"the model must have the parts of delta_net .*, got --swiglu False \(there True\)"),
     ({"decoder_value_heads": 8}, r"got --decoder-value-heads 8 \(there 4\)"),
     ({"output_layer": "biased"}, r"got --output-layer biased \(there untied\)"),

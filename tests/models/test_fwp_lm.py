@@ -8,7 +8,17 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from pairwise import looped
-from small_models import SMALL, build_model, by_steps, configure, log_probs, make_dictionary, random_tokens
+from small_models import (
+    SMALL,
+    build,
+    build_model,
+    by_segments,
+    by_steps,
+    configure,
+    log_probs,
+    make_dictionary,
+    random_tokens,
+)
 
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
@@ -282,9 +292,49 @@ def test_the_state_is_the_sum_of_those_of_its_layers():
 
 def test_documents_are_packed_where_every_layer_takes_them():
     softmax = (({"softmax_layers": layers}, False) for layers in ("1", "0,1"))
-    for flags, packs in (({}, True), ({"decoder_update_rule": "delta_rnn", "sum_normalization": True}, True), *softmax):
+    for flags, packs in (
+        ({}, True),
+        ({"decoder_update_rule": "time_mix"}, True),
+        ({"decoder_update_rule": "delta_rnn", "sum_normalization": True}, True),
+        *softmax,
+    ):
         assert build_model("fwp_lm", **flags).decoder.packs_documents == packs
         assert not build_model("fwp_lm", **{"softmax_layers": "1", **flags}, attention_window=3).decoder.packs_documents
+
+
+@looped("kind", ["RWKV-7", "Gated DeltaNet"])
+def test_packed_documents_have_the_scores_and_the_state_of_each_alone(kind):
+    """Attention, convolutions, token shifts and the values of the first layer see no other document, nor padding."""
+    model, lengths = build(kind, tokens_per_sample=16), [3, 1, 5]
+    documents = [random_tokens(1, length) for length in lengths]
+    expected, states = zip(*(by_segments(model, tokens, 16) for tokens in documents), strict=True)
+    packed, first = torch.full((1, 11), model.decoder.padding_idx), torch.zeros(1, 11, dtype=torch.bool)
+    places = torch.tensor([1, 2, 4, 5, 6, 7, 8, 9, 10])  # a padded token before, and one in a document
+    packed[:, places], first[0, [5, 6]] = torch.cat(documents, 1), True
+    out = model(packed, first=first)
+    scores = model.get_normalized_probs(out, log_probs=True)
+    torch.testing.assert_close(scores[:, places], torch.cat(expected, 1))
+    more = random_tokens(1, 3)
+    torch.testing.assert_close(log_probs(model, more, state=out[1]["state"]), log_probs(model, more, state=states[-1]))
+    if kind == "RWKV-7":
+        features = model.decoder.extract_features(packed, last=2, first=first)[0]
+        torch.testing.assert_close(features, out[0][:, -2:])
+        numbers = sum(
+            part.numel() for part in torch.utils._pytree.tree_leaves(out[1]["state"].layers) if part is not None
+        )
+        assert model.decoder.state_size(9) == numbers
+
+
+def test_values_are_shared_from_the_first_layer_of_rwkv7():
+    """Below it may be softmax; without that layer's values a later one would use its own."""
+    model = build("RWKV-7", softmax_layers="0", decoder_layers=4)
+    first, *others = (layer.self_attn for layer in model.decoder.layers[1:])
+    assert first.value is None and all(other.value is not None for other in others)
+    tokens = random_tokens(1, 4)
+    before = log_probs(model, tokens)
+    with torch.no_grad():
+        others[-1].value[2].bias.fill_(-torch.inf)  # mixes nothing
+    assert not torch.allclose(log_probs(model, tokens), before)
 
 
 def test_a_number_in_model_overrides_is_a_layer():

@@ -234,6 +234,9 @@ UNUSED = [
      ["output_gate_rank", "decay_lower_bound"]),
     ("softmax_lm_wt103", {"l2_normalization_epsilon": 1e-6}, ["l2_normalization_epsilon"]),
     ("kda_lm_tiny", {}, []),
+    ("rwkv7_lm_tiny", {"scale_queries": True}, ["scale_queries"]),
+    ("delta_net_lm_tiny", {"decay_rank": 1, "rate_rank": 2, "value_rank": 3},
+     ["decay_rank", "rate_rank", "value_rank"]),
     ("decay_lm_wt103", {"normalization_epsilon": 0.1}, ["normalization_epsilon"]),
     (
         "sum_lm_wt103",
@@ -311,6 +314,14 @@ REFUSED = [
     ("relative", {"mem_len": -1}, "--mem-len must be at least 0, got -1"),
     ("softmax", {"norm_epsilon": 0.0}, "--norm-epsilon must be above 0, got 0.0"),
     ("DeltaNet", {"decoder_conv_size": -1}, "--decoder-conv-size must be at least 1 token, or 0 .*, got -1"),
+    ("RWKV-7", {"swiglu": True}, "--swiglu must be off with --channel-mix, got on"),
+    ("relative", {"channel_mix": True}, "--channel-mix must be off with Transformer-XL, got on: .*"),
+    ("RWKV-7", {"decoder_attention_heads": 3}, "--decoder-embed-dim must be divisible by .*, got 16 and 3"),
+    ("RWKV-7", {"l2_normalization_epsilon": -1.0}, "--l2-normalization-epsilon must be at least 0, got -1.0"),
+    *(
+        ("RWKV-7", {name: 0}, f"--{name.replace('_', '-')} must be at least 1, got 0")
+        for name in ("decay_rank", "rate_rank", "value_rank", "output_gate_rank")
+    ),
     ("DeltaNet", {"decoder_value_heads": 5}, "--decoder-value-heads must be a multiple of .* = 4, got 5"),
     ("layer on delta", {"rms_norm": True}, "--rms-norm must be off with a fast weight layer, got on: .*"),
     ("relative", {"mem_len": 0, "same_length": True}, "--mem-len must be at least 1 with --same-length, got 0"),

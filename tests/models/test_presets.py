@@ -172,13 +172,36 @@ def test_modern_models_have_their_published_parts_and_no_other(arch):
     assert found == pytest.approx(1.4e9 if "1.3b" in arch else 3.8e8, rel=0.05)  # with both tables of words
 
 
+# Layers, size, ranks of decays, rates, values and gates, and the paper's number of parameters (Table 2), 65,536 words.
+RWKV7_SIZES = {
+    "rwkv7_lm_0.1b": (12, 768, (64, 64, 32, 128), 191_034_624),
+    "rwkv7_lm_0.4b": (24, 1024, (64, 64, 32, 128), 450_767_872),
+    "rwkv7_lm_1.5b": (24, 2048, (96, 96, 64, 256), 1_527_404_544),
+    "rwkv7_lm_2.9b": (32, 2560, (96, 96, 64, 320), 2_947_735_040),
+}
+
+
+@looped("arch", RWKV7_SIZES)
+def test_rwkv7_has_the_published_number_of_parameters(arch):
+    """Peng et al. 2025; a layer also has vectors: the first mixes no values, but normalises the embeddings."""
+    layers, dim, ranks, published = RWKV7_SIZES[arch]
+    with torch.device("meta"):
+        task = Namespace(target_dictionary=make_dictionary(65_536))
+        model = ARCH_MODEL_REGISTRY[arch].build_model(configure(arch), task)
+    found = sum(parameter.numel() for parameter in model.parameters())
+    assert found == published
+    layer = dim * (12 * dim + 2 * sum(ranks) + 19)
+    assert found == 2 * 65_536 * dim + 4 * dim + layers * layer - (2 * dim * ranks[2] + dim)
+    assert model.decoder.layers[0].self_attn.num_heads * 64 == dim
+
+
 def test_names_follow_the_grammar_and_belong_to_the_model():
     rules, maps = "|".join(UPDATE_RULES), "|".join(FEATURE_MAPS)
     for arch in PRESETS:
         assert re.fullmatch(rf"(softmax|delta_rnn|({rules})(_({maps}))?)_lm_[a-z0-9]+(_[a-z]+)?", arch)
         assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
-    of_sizes = {f"{name}_lm_tiny" for name in ("delta_net", "gated_deltanet", "kda")} | MODERN_SIZES.keys()
-    assert of_sizes == MODERN_PRESETS.keys()
+    tiny = {f"{name}_lm_tiny" for name in ("delta_net", "gated_deltanet", "kda", "rwkv7")}
+    assert tiny | MODERN_SIZES.keys() | RWKV7_SIZES.keys() == MODERN_PRESETS.keys()
     assert set(XL_PRESETS) == {*PUBLISHED_XL, "xl_lm_wt103", "xl_lm_wt103_ablation", "xl_lm_enwik8_medium"}
 
 

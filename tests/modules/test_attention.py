@@ -15,6 +15,7 @@ from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import LearnedDistances, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.attention.softmax import LocalAttention, SoftmaxAttention
+from fairseq_fwp.modules.attention.time_mix import TimeMix
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, uniform_gate_bias
 
@@ -51,6 +52,7 @@ BASELINES = {
     ("softmax",): lambda: SoftmaxAttention(DIM, HEADS),
     ("local",): lambda: LocalAttention(DIM, HEADS, window=6),
     ("delta_rnn",): lambda: DeltaRnn(DIM, HEADS, FEATURE_MAPS["elu"](4), sum_normalization=SumNormalization()),
+    ("time_mix",): lambda: TimeMix(DIM, HEADS, backend="reference"),
     ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),
     ("relative", "window"): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS, 3), window=6),
     ("shaw",): lambda: RelativeAttention(DIM, HEADS, LearnedDistances(HEADS, DIM // HEADS, 3, biased=True)),

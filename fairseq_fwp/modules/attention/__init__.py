@@ -9,6 +9,7 @@ from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, FastW
 from fairseq_fwp.modules.attention.linear import LinearAttention
 from fairseq_fwp.modules.attention.relative import Memory, RelativeAttention
 from fairseq_fwp.modules.attention.softmax import KeyValueCache, LocalAttention, SoftmaxAttention
+from fairseq_fwp.modules.attention.time_mix import TimeMix
 
 # The name of softmax among update rules and feature maps too.
 SOFTMAX = "softmax"
@@ -20,6 +21,7 @@ ATTENTIONS: dict[str, type[Attention]] = {
     "local": LocalAttention,
     "relative": RelativeAttention,
     "delta_rnn": DeltaRnn,
+    "time_mix": TimeMix,
 }
 
 # Types of states under their names in files that were written before these modules moved.

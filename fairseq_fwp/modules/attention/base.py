@@ -21,12 +21,14 @@ class Attention(nn.Module):
 
     constant_state: whether the size of the state has a bound, so that a stream may have any length;
     packs_documents: whether it takes `first`, so that a segment may hold several documents;
+    shares: whether it takes `shared`, a dictionary of what layers of a model give to later ones in one pass;
     named_as_rule: whether models select it as an update rule, because it has none;
     states: the types of its state.
     """
 
     constant_state = True
     packs_documents = False
+    shares = False
     named_as_rule = False
     states: tuple[type[Any], ...] = ()
     num_heads: int

@@ -1,7 +1,9 @@
-"""The short convolution of queries, keys and values, whose state is the inputs of the last tokens.
+"""The short convolution of queries, keys and values, and the token shift: their state is the last tokens' inputs.
 
 Shapes: B batch, L tokens, C channels, W tokens that the convolution sees.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -34,22 +36,57 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, recent: Tensor | None = None, padding: Tensor | None = None, first: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return y (B, L, C) for x (B, L, C), and the inputs of the last W - 1 tokens (B, W - 1, C), float32 or wider.
+        """Return y (B, L, C) for x (B, L, C), and the inputs of the last tokens: see `convolve`."""
+        return convolve(x, self.weight, recent, padding, first)
 
-        recent: those before the first token, None = zeros; padding (B, L): True at padding;
-        first (B, L): True at tokens that begin a document, which see none before; None = nowhere.
-        """
-        length, past = x.shape[1], self.weight.shape[1] - 1
-        wide = at_least_float32(x)
-        seen = torch.cat([wide.new_zeros(x.shape[0], past, x.shape[2]) if recent is None else recent, wide], 1)
-        document = None if first is None else F.pad(first.long().cumsum(1), (past, 0))
-        alignment = None if padding is None else Alignment(F.pad(padding, (past, 0)), length)
-        if alignment is not None:
-            seen = alignment.align(seen)
-            document = None if document is None else alignment.align(document.unsqueeze(2)).squeeze(2)
-        y = causal_conv1d(seen, self.weight, sequence=document)[:, past:]
-        recent = seen[:, length:].clone()  # a slice would keep all inputs in memory
-        if first is not None and document is not None:
-            others = document[:, length:] != first.sum(1, keepdim=True)
-            recent = recent.masked_fill(others.unsqueeze(2), 0)
-        return (y if alignment is None else alignment.restore(y)).to(x.dtype), recent
+
+def convolve(
+    x: Tensor, weight: Tensor, recent: Tensor | None, padding: Tensor | None, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return y (B, L, C) for x (B, L, C), and the inputs of the last W - 1 tokens (B, W - 1, C), float32 or wider.
+
+    weight: (C, W); recent: the inputs before the first token, None = zeros; padding (B, L): True at padding;
+    first (B, L): True at tokens that begin a document, which see none before; None = nowhere.
+    """
+    length, past = x.shape[1], weight.shape[1] - 1
+    wide = at_least_float32(x)
+    seen = torch.cat([wide.new_zeros(x.shape[0], past, x.shape[2]) if recent is None else recent, wide], 1)
+    document = None if first is None else F.pad(first.long().cumsum(1), (past, 0))
+    alignment = None if padding is None else Alignment(F.pad(padding, (past, 0)), length)
+    if alignment is not None:
+        seen = alignment.align(seen)
+        document = None if document is None else alignment.align(document.unsqueeze(2)).squeeze(2)
+    y = causal_conv1d(seen, weight, sequence=document)[:, past:]
+    recent = seen[:, length:].clone()  # a slice would keep all inputs in memory
+    if first is not None and document is not None:
+        others = document[:, length:] != first.sum(1, keepdim=True)
+        recent = recent.masked_fill(others.unsqueeze(2), 0)
+    return (y if alignment is None else alignment.restore(y)).to(x.dtype), recent
+
+
+class TokenShift(nn.Module):
+    """Mixtures of each token's input with that of the token before, x_t + mix_n * (x_(t-1) - x_t), with x_0 = 0.
+
+    Peng et al. 2025, "RWKV-7" (arXiv 2503.14456), Eq. 3. dim: D; powers: of N mixtures; channel i of mix_n starts at
+    1 - (i / D)^powers_n, as in public code.
+    """
+
+    def __init__(self, dim: int, powers: Sequence[float]) -> None:
+        super().__init__()
+        self.powers = powers
+        self.mix = nn.Parameter(torch.empty(len(powers), dim))
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Set the mixtures to their first values again."""
+        share = torch.arange(self.mix.shape[1]) / self.mix.shape[1]
+        self.mix.copy_(torch.stack([1 - share**power for power in self.powers]))
+
+    def forward(
+        self, x: Tensor, recent: Tensor | None = None, padding: Tensor | None = None, first: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mixtures (N, B, L, D) of x (B, L, D), and the last token's input (B, 1, D): see `convolve`."""
+        weight = torch.eye(1, 2, device=x.device).expand(x.shape[2], 2)  # of the token before, and of itself
+        previous, recent = convolve(x, weight, recent, padding, first)
+        return torch.addcmul(x, previous - x, self.mix[:, None, None]), recent
