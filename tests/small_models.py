@@ -52,6 +52,18 @@ LANGUAGE_MODELS = {
     "softmax last": ("fwp_lm", {"softmax_layers": "1", "sum_normalization": True}),
     "softmax first": ("gated_delta_lm_wt103", {"softmax_layers": "0"}),
     "local last": ("fwp_lm", {"softmax_layers": "1", "attention_window": 3, "attention_normalization": True}),
+    "rotary last": (
+        "delta_net_lm_tiny",
+        {
+            "softmax_layers": "1",
+            "attention_softmax_heads": 2,
+            "attention_kv_heads": 1,
+            "attention_qkv_bias": True,
+            "attention_rope_theta": 100.0,
+            "decoder_key_dim": 12,
+            "decoder_value_dim": 12,
+        },
+    ),
     "softmax and recurrence": ("delta_rnn_lm_wt103", {"softmax_layers": "0", "no_token_positional_embeddings": True}),
 }
 TRANSFORMER_XL = {

@@ -1,7 +1,7 @@
 """flash-linear-attention's DeltaNet, Gated DeltaNet, Kimi Delta Attention and RWKV-7, as folders of transformers.
 
 Both directions use one table of names, `names_of`. Models are `fwp_lm` with the options of their architectures here.
-Layers of softmax attention and experts are refused. D: hidden_size, H heads with keys of size K, HV with values of V.
+Latent attention and experts are refused. D: hidden_size, H heads with keys of size K, HV with values of V.
 Names of earlier versions of RWKV-7, with all mixtures in one tensor x_x, are read too.
 """
 
@@ -44,7 +44,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 # Settings with the only value that can be converted, and what the model does with another value.
 EXPECTED = {
-    "attn": (None, "some of its layers have softmax attention with rotary positions"),
     "attnres_block_size": (None, "its layers attend to the outputs of earlier ones"),
     "hidden_act": ("swish", "its feed-forward blocks have another activation"),
     "qk_activation": ("silu", "its queries and keys have another activation"),
@@ -53,9 +52,18 @@ EXPECTED = {
     "use_short_conv": (True, "it has no short convolution"),
 }
 EXPECTED_OF_RWKV7 = {
+    "attn": (None, "some of its layers have softmax attention, which has no values of the first layer"),
     "hidden_act": ("sqrelu", "its feed-forward blocks have another activation"),
     "norm_bias": (True, "its layer normalisation has no biases"),
     "norm_first": (True, "it does not normalise its embeddings"),
+}
+# Settings of the layers with softmax attention, under "attn", and our options.
+SOFTMAX = {
+    "num_heads": "attention_softmax_heads",
+    "num_kv_heads": "attention_kv_heads",
+    "qkv_bias": "attention_qkv_bias",
+    "window_size": "attention_window",
+    "rope_theta": "attention_rope_theta",
 }
 # Letters of RWKV-7's mixtures, in our order; and of its projections of low rank, with the settings of their ranks.
 MIXTURES = "rwkvag"
@@ -101,6 +109,13 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
             found["num_heads"] = size // found["head_dim"]
         if dims is not None and any(dim != size for dim in (dims if isinstance(dims, list) else [dims])):
             raise ValueError(f"{CONFIG} has value_dim = {dims!r}, which cannot be converted: it must be {size}")
+    if softmax := found.get("attn"):
+        layers, unknown = softmax.get("layers"), {*softmax} - {"layers", *SOFTMAX}
+        if unknown or not layers or not isinstance(softmax.get("num_heads"), int):
+            raise ValueError(f"attn in {CONFIG} must have layers, num_heads and {', '.join(SOFTMAX)}, got {softmax!r}")
+        defaults = {"num_kv_heads": softmax["num_heads"], "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
+        given = {name: value for name, value in softmax.items() if value is not None}
+        found["attn"] = {**defaults, **given, "layers": sorted(layers)}
     if not isinstance(found.get("num_heads"), int):
         raise ValueError(f"{CONFIG} must be the configuration of a {NAME}, got one without num_heads")
     return found
@@ -134,6 +149,9 @@ def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_per_sample": length,
         "max_target_positions": length,
     }
+    if softmax := config.get("attn"):
+        layers = ",".join(map(str, softmax["layers"]))
+        shared |= {"softmax_layers": layers, **{ours: softmax[name] for name, ours in SOFTMAX.items()}}
     if kind == "rwkv7":
         ranks = {f"{ours}_rank": config[setting] for ours, (_, setting) in LOW_RANKS.items()}
         return {**RWKV7, **shared, **ranks, "l2_normalization_epsilon": 1e-6 if config["fuse_norm"] else 0.0}
@@ -156,9 +174,10 @@ def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def names_of(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield each of our tensors but those of words, and theirs, which it joins, with numbers of rows."""
     dim, rwkv7 = config["hidden_size"], config["model_type"] == "rwkv7"
-    tensors = names_of_rwkv7(config) if rwkv7 else names_of_layer(config)
+    tensors, softmax = names_of_rwkv7(config) if rwkv7 else names_of_layer(config), config.get("attn")
     for index in range(config["num_hidden_layers"]):
-        for ours, theirs in tensors.items():
+        chosen = with_softmax(tensors, dim, softmax) if softmax and index in softmax["layers"] else tensors
+        for ours, theirs in chosen.items():
             if index > 0 or ".value." not in ours:  # the first layer of RWKV-7 has no other's values
                 renamed = {f"model.layers.{index}.{name}": rows for name, rows in theirs.items()}
                 yield f"decoder.layers.{index}.{ours}", renamed
@@ -166,6 +185,18 @@ def names_of(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
         yield f"decoder.layer_norm.{kind}", {f"model.norm.{kind}": dim}
         if rwkv7:
             yield f"decoder.layernorm_embedding.{kind}", {f"model.layers.0.pre_norm.{kind}": dim}
+
+
+def with_softmax(tensors: dict[str, dict[str, int]], dim: int, softmax: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Return the same of a layer with softmax attention; softmax: its settings."""
+    shared = dim // softmax["num_heads"] * softmax["num_kv_heads"]
+    rows = {"attn.q_proj": dim, "attn.k_proj": shared, "attn.v_proj": shared}
+    kinds = ("weight", "bias") if softmax["qkv_bias"] else ("weight",)
+    return {
+        **{f"self_attn.in_proj.{kind}": {f"{name}.{kind}": size for name, size in rows.items()} for kind in kinds},
+        "self_attn.out_proj.weight": {"attn.o_proj.weight": dim},
+        **{name: theirs for name, theirs in tensors.items() if not name.startswith("self_attn.")},
+    }
 
 
 def names_of_rwkv7(config: Mapping[str, Any]) -> dict[str, dict[str, int]]:
@@ -334,6 +365,9 @@ def config_of(flags: Mapping[str, Any], words: int, eos: int | None) -> dict[str
     for name in ("decoder_key_dim", "decoder_value_dim"):
         given[name] = given[name] or dim // heads
     given["decoder_value_heads"] = given["decoder_value_heads"] or heads
+    if given["softmax_layers"] is not None:
+        given["attention_softmax_heads"] = given["attention_softmax_heads"] or heads
+        given["attention_kv_heads"] = given["attention_kv_heads"] or given["attention_softmax_heads"]
     config = {
         "model_type": kind,
         "hidden_size": dim,
@@ -346,6 +380,7 @@ def config_of(flags: Mapping[str, Any], words: int, eos: int | None) -> dict[str
         "vocab_size": words,
         "eos_token_id": eos,
         "bos_token_id": None,
+        "attn": attn_of(given),
         **(settings_of_rwkv7(given) if kind == "rwkv7" else settings_of_layer(kind, given)),
     }
     # The options that these settings give must be those of the model.
@@ -354,6 +389,14 @@ def config_of(flags: Mapping[str, Any], words: int, eos: int | None) -> dict[str
         had = ", ".join(f"{flag(name)} {ours} (there {theirs})" for name, (ours, theirs) in lost.items())
         raise ValueError(f"the model must have the parts of {kind} to be written for {NAME}, got {had}")
     return config
+
+
+def attn_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings of layers with softmax attention, None = there are none."""
+    if given["softmax_layers"] is None:
+        return None
+    layers = [int(index) for index in str(given["softmax_layers"]).split(",")]
+    return {"layers": layers, **{name: given[ours] for name, ours in SOFTMAX.items()}}
 
 
 def settings_of_rwkv7(given: Mapping[str, Any]) -> dict[str, Any]:

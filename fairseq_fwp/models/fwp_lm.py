@@ -41,6 +41,17 @@ class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
         None,
         "number of tokens, itself included, that a token sees in softmax attention, at least 1; none: all past tokens",
     )
+    attention_softmax_heads: Optional[int] = option(  # noqa: UP045
+        None, "heads of softmax attention, a divisor of the embedding dimension; none: --decoder-attention-heads"
+    )
+    attention_kv_heads: Optional[int] = option(  # noqa: UP045
+        None,
+        "heads of keys and values in softmax attention, a divisor of its heads: several in a row share one; none: all",
+    )
+    attention_qkv_bias: bool = option(False, "biases only of queries, keys and values in softmax attention")
+    attention_rope_theta: Optional[float] = option(  # noqa: UP045
+        None, "base, such as 10000, of the rotary positions of softmax attention (Su et al. 2021); none: no rotation"
+    )
     softmax_layers: Optional[str] = option(  # noqa: UP045
         None,
         "layers with softmax instead of fast weights: ascending numbers from 0, separated by commas; none: no layer",

@@ -43,6 +43,15 @@ CASES = {
          "lower_bound": -5.0, "tie_word_embeddings": True},
         (2, 4, 4, 6),
     ),
+    "delta_net with softmax": (
+        {"model_type": "delta_net", "num_heads": 4, "attn": {
+            "layers": [1], "num_heads": 2, "num_kv_heads": 1, "qkv_bias": True, "window_size": 5, "rope_theta": 50.0}},
+        (4, 4, 4, 4),
+    ),
+    "kda with softmax": (
+        {"model_type": "kda", "num_heads": 2, "head_dim": 4, "attn": {"layers": [0], "num_heads": 4}},
+        (2, 2, 4, 4),
+    ),
     "rwkv7": (
         {"model_type": "rwkv7", "head_dim": 4, "norm_eps": 1e-4, "hidden_act": "sqrelu", "fuse_norm": False,
          "decay_low_rank_dim": 3, "a_low_rank_dim": 5, "v_low_rank_dim": 2, "gate_low_rank_dim": 7},
@@ -89,8 +98,24 @@ def make(case):
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (WORDS, DIM)
     for index in range(LAYERS):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        own = {
+            name: shape
+            for name, shape in layer.items()
+            if not in_softmax(config, index) or not name.startswith("attn.")
+        }
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in own.items()}
+        if in_softmax(config, index):
+            few = DIM // config["attn"]["num_heads"] * config["attn"].get("num_kv_heads", config["attn"]["num_heads"])
+            rows = {"q": DIM, "k": few, "v": few, "o": DIM}
+            for letter, size in rows.items():
+                shapes[f"model.layers.{index}.attn.{letter}_proj.weight"] = (size, DIM)
+                if config["attn"].get("qkv_bias") and letter != "o":
+                    shapes[f"model.layers.{index}.attn.{letter}_proj.bias"] = (size,)
     return config, {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
+
+
+def in_softmax(config, index):
+    return bool(config["attn"]) and index in config["attn"]["layers"]
 
 
 def make_rwkv7(config, heads, size):
@@ -226,9 +251,36 @@ def equations(case, config, tensors, tokens):
             out = out * gate / (1 + (-gate).exp())
         return linear(out, "o_proj")
 
+    def softmax(x, name):
+        """Softmax attention; a pair of numbers of q and k is a complex number, turned by its place."""
+        given = {
+            "num_kv_heads": config["attn"]["num_heads"],
+            "window_size": LENGTH,
+            "rope_theta": 10000.0,
+            **config["attn"],
+        }
+        size = DIM // given["num_heads"]
+        q, k, v = (
+            (x @ tensors[f"{name}.{letter}_proj.weight"].T + tensors.get(f"{name}.{letter}_proj.bias", 0)).unflatten(
+                -1, (-1, size)
+            )
+            for letter in "qkv"
+        )
+        k, v = (y.repeat_interleave(given["num_heads"] // given["num_kv_heads"], 2) for y in (k, v))
+        powers = given["rope_theta"] ** -(torch.arange(0, size, 2).to(x.dtype) / size)
+        angles = torch.outer(torch.arange(x.shape[1]).to(x.dtype), powers)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        q, k = (torch.complex(*y.chunk(2, -1)) * turn for y in (q, k))
+        scores = torch.einsum("bthd,bshd->bhts", q, k.conj()).real / size**0.5
+        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        scores = scores.masked_fill((distance < 0) | (distance >= given["window_size"]), -torch.inf)
+        out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
+        return out.flatten(2) @ tensors[f"{name}.o_proj.weight"].T
+
     x = tensors["model.embeddings.weight"][tokens]
-    for layer in (f"model.layers.{index}" for index in range(LAYERS)):
-        x = x + attend(normal(x, tensors[f"{layer}.attn_norm.weight"]), f"{layer}.attn")
+    for index, layer in enumerate(f"model.layers.{index}" for index in range(LAYERS)):
+        mix = softmax if in_softmax(config, index) else attend
+        x = x + mix(normal(x, tensors[f"{layer}.attn_norm.weight"]), f"{layer}.attn")
         y = normal(x, tensors[f"{layer}.mlp_norm.weight"])
         gate, up = (y @ tensors[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (gate / (1 + (-gate).exp()) * up) @ tensors[f"{layer}.mlp.down_proj.weight"].T
@@ -309,7 +361,8 @@ def test_there_and_back_again(tmp_path_factory, case, dtype):
     assert all(torch.equal(written[name], tensor) and written[name].dtype == dtype for name, tensor in tensors.items())
     told = {name: value for name, value in config.items() if value is not None}
     told = {name: value for name, value in told.items() if name not in ("bos_token_id", "value_dim")}
-    assert found | told == found
+    attn = told.pop("attn", {})
+    assert found | told == found and (found["attn"] or {}) | attn == (found["attn"] or {})
     again = fla.convert(written, words, Options(found))
     assert (again.flags, again.words) == (once.flags, once.words)
     assert again.weights.keys() == once.weights.keys()
@@ -356,11 +409,13 @@ RWKV7 = {"model_type": "rwkv7", "hidden_act": "sqrelu", "head_dim": 4}
 # change of the tensors, of the configuration, words of the sentence
 REFUSALS = [
     (dict, {"model_type": "kimi_linear"}, "model_type in config.json must be one of delta_net, .*, got 'kimi_linear'"),
+    (dict, {"attn": {"layers": [1]}}, "attn in config.json must have layers, num_heads and .*, got {'layers'"),
     (
         dict,
-        {"attn": {"layers": [1]}},
-        "attn = .*, which cannot be converted: some of its layers have softmax",
+        {"attn": {"layers": [1], "num_heads": 2, "kv_lora_rank": 4}},
+        "attn in config.json must have .*kv_lora_rank",
     ),
+    (dict, {**RWKV7, "attn": {"layers": [1], "num_heads": 2}}, "attn = .*, which cannot be converted: some of its"),
     (dict, {"hidden_act": "powlu"}, "hidden_act = 'powlu', which cannot be converted: its feed-forward"),
     (dict, {"qk_norm": "sum"}, "qk_norm = 'sum', which cannot be converted"),
     (dict, {"qk_activation": "elu"}, "qk_activation = 'elu', which cannot be converted"),
@@ -402,7 +457,7 @@ NOT_THEIRS = [
     ({"swiglu": False}, r"the model must have the parts of delta_net .*, got --swiglu False \(there True\)"),
     ({"decoder_value_heads": 8}, r"got --decoder-value-heads 8 \(there 4\)"),
     ({"output_layer": "biased"}, r"got --output-layer biased \(there untied\)"),
-    ({"softmax_layers": "1"}, r"got .*--softmax-layers 1 \(there None\)"),
+    ({"softmax_layers": "1"}, r"got .*--attention-rope-theta None \(there 10000.0\)"),
 ]
 
 

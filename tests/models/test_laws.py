@@ -40,7 +40,7 @@ INVISIBLE = [
     *(kind for kind, (_, flags) in TRANSFORMER_XL.items() if flags["mem_len"]),
 ]
 GROWING = {"softmax", "clusters of softmax", "learned positions", "softmax last", "softmax first"}
-GROWING |= {"softmax and recurrence", "no recurrence", "layerwise", "absolute"}
+GROWING |= {"rotary last", "softmax and recurrence", "no recurrence", "layerwise", "absolute"}
 GROWING |= {"layer on softmax", "layer on hybrid"}
 
 
@@ -246,6 +246,9 @@ UNUSED = [
     ("delta_dpfp_lm_wt103", {"dpfp_nu": 2}, []),
     ("softmax_lm_wt103", {"attention_window": 3}, []),
     ("delta_lm_wt103", {"attention_window": 3}, ["attention_window"]),
+    ("delta_lm_wt103", {"attention_rope_theta": 9.0, "attention_kv_heads": 2},
+     ["attention_kv_heads", "attention_rope_theta"]),
+    ("softmax_lm_wt103", {"attention_rope_theta": 9.0, "attention_kv_heads": 2, "attention_qkv_bias": True}, []),
     ("softmax_lm_wt103", {}, []),
     ("fwp_lm", {"softmax_layers": "1", "attention_window": 3, "attention_dropout": 0.5, "sum_normalization": True}, []),
     ("fwp_lm", {"softmax_layers": "0", "dpfp_nu": 2}, ["dpfp_nu"]),

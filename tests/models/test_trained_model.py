@@ -52,6 +52,8 @@ LANGUAGE_MODELS = {
     "activation": ({}, {"activation_fn": "gelu"}),
     "embeddings": ({}, {"no_scale_embedding": True}),
     "window": (SOFTMAX, {"attention_window": 2}),
+    "heads of softmax": (SOFTMAX, {"attention_softmax_heads": 2}),
+    "rotation": (SOFTMAX, {"attention_rope_theta": 100.0}),
     "softmax in a layer": ({"decoder_update_rule": "sum"}, {"softmax_layers": "1"}),
     "window of a layer": ({"softmax_layers": "1"}, {"attention_window": 2}),
     "noise of a layer": ({"softmax_layers": "1"}, {"attention_dropout": 0.5}),

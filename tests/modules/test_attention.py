@@ -48,9 +48,12 @@ FAST_WEIGHTS = [
         lambda case: is_defined(**case), rule=UPDATE_RULES, feature_map=FEATURE_MAPS, normalization=NORMALIZATIONS
     )
 ]
+ROTARY = {"softmax_heads": 6, "kv_heads": 2, "qkv_bias": True, "rope_theta": 30.0}
 BASELINES = {
     ("softmax",): lambda: SoftmaxAttention(DIM, HEADS),
     ("local",): lambda: LocalAttention(DIM, HEADS, window=6),
+    ("softmax", "rotary"): lambda: SoftmaxAttention(DIM, HEADS, **ROTARY),
+    ("local", "rotary"): lambda: LocalAttention(DIM, HEADS, window=4, **ROTARY),
     ("delta_rnn",): lambda: DeltaRnn(DIM, HEADS, FEATURE_MAPS["elu"](4), sum_normalization=SumNormalization()),
     ("time_mix",): lambda: TimeMix(DIM, HEADS, backend="reference"),
     ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),

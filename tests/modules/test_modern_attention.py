@@ -9,7 +9,7 @@ from attentions import memories, read
 from pairwise import looped, pairwise
 from torch.nn.functional import sigmoid, silu, softplus
 
-from fairseq_fwp.modules.attention import FastWeightAttention
+from fairseq_fwp.modules.attention import FastWeightAttention, LocalAttention, SoftmaxAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.layers import DecoderLayer
 
@@ -160,6 +160,35 @@ def test_a_block_with_a_gate_and_rms_normalisation():
     torch.testing.assert_close(layer(x)[0], y + (gate / (1 + (-gate).exp()) * value) @ layer.fc2.weight.T)
 
 
+@looped("window", [None, 3])
+def test_rotary_softmax_with_shared_keys_is_its_equation(window):
+    """Each pair of a query and a key is a complex number, turned by its place; heads of queries share those of keys."""
+    options = {"softmax_heads": 4, "kv_heads": 2, "qkv_bias": True, "rope_theta": 50.0}
+    windows = {} if window is None else {"window": window}
+    layer = (SoftmaxAttention if window is None else LocalAttention)(24, 3, **windows, **options).double()
+    x = torch.randn(2, 7, 24, dtype=torch.float64)
+    q, k, v = (x @ layer.in_proj.weight.T + layer.in_proj.bias).split([24, 12, 12], -1)
+    powers = 50.0 ** -(torch.arange(3).double() / 3)
+
+    def turned(y, t):
+        return torch.complex(*y.chunk(2, -1)) * torch.polar(torch.ones(3).double(), t * powers)
+
+    expected = torch.zeros_like(x)
+    for row, head, t in itertools.product(range(2), range(4), range(7)):
+        own, shared = slice(6 * head, 6 * head + 6), slice(6 * (head // 2), 6 * (head // 2) + 6)
+        seen = range(0 if window is None else max(t - window + 1, 0), t + 1)
+        query, keys = turned(q[row, t, own], t), torch.stack([turned(k[row, j, shared], j) for j in seen])
+        weights = ((keys.conj() @ query).real / 6**0.5).softmax(0)
+        expected[row, t, own] = weights @ v[row, seen.start : t + 1, shared]
+    torch.testing.assert_close(layer(x)[0], expected @ layer.out_proj.weight.T, rtol=1e-10, atol=1e-12)
+    _, state = layer(x)
+    assert layer.out_proj.bias is None
+    assert layer.state_size(7) * 2 == sum(y.numel() for y in (*layer.project(x)[1:],)) * (
+        1 if window is None else 3 / 7
+    )
+    assert state.keys.shape[1] == 2
+
+
 REFUSED = [
     ({"conv_size": -1}, "`conv_size` must be at least 1 token, or 0 for no convolution, got -1"),
     ({"value_dim": 0}, "`value_dim` must be at least 1, got 0"),
@@ -181,3 +210,22 @@ def test_refusals_name_the_argument(options, message):
     rule, heads = options.pop("rule"), options.pop("num_heads")
     with pytest.raises(ValueError, match=re.escape(message)):
         FastWeightAttention(DIM, heads, FEATURE_MAPS["silu"](options["key_dim"]), rule, **options)
+
+
+REFUSED_SOFTMAX = [
+    ({"softmax_heads": 5}, "`softmax_heads` must divide `embed_dim` = 12, got 5"),
+    ({"softmax_heads": 0}, "`softmax_heads` must divide `embed_dim` = 12, got 0"),
+    ({"kv_heads": 3}, "`kv_heads` must divide the number of heads, 2, got 3"),
+    ({"kv_heads": 0}, "`kv_heads` must divide the number of heads, 2, got 0"),
+    ({"rope_theta": 0.0}, "`rope_theta` must be above 0, got 0.0"),
+    (
+        {"softmax_heads": 4, "rope_theta": 10.0},
+        "`rope_theta` must be left out with heads of an odd size, got heads of 3",
+    ),
+]
+
+
+@looped("options, message", REFUSED_SOFTMAX)
+def test_refusals_of_softmax_attention(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SoftmaxAttention(12, 2, **options)

@@ -1,6 +1,7 @@
 """Causal softmax attention with the interface of fast weight attention, over the whole past or a window: the baselines.
 
-Shapes: B batch, L tokens, S tokens seen so far, H heads, D embed_dim, d = D / H, w window, n blocks of b tokens.
+Shapes: B batch, L tokens, S tokens seen so far, H heads, G heads of keys and values, D embed_dim, d = D / H, w window,
+n blocks of b tokens.
 """
 
 from typing import Any, NamedTuple
@@ -10,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.attention.base import Alignment, Attention, check_heads, join_padding, visible_keys
-from fairseq_fwp.modules.layers import check
+from fairseq_fwp.modules.layers import at_least_float32, check
 from fairseq_fwp.ops.rule import is_transformed
 
 
 class KeyValueCache(NamedTuple):
-    """All keys and values so far, (B, H, S, d), and a mask of padding (B, S), None = no padding."""
+    """All keys and values so far, (B, G, S, d), and a mask of padding (B, S), None = no padding."""
 
     keys: Tensor
     values: Tensor
@@ -31,19 +32,48 @@ class KeyValueCache(NamedTuple):
 class SoftmaxAttention(Attention):
     """Softmax attention over the past: softmax(q k^T / sqrt(d)) v (Vaswani et al. 2017).
 
-    embed_dim: D; num_heads: H; dropout: of the attention weights; bias: of all projections, as in fairseq and GPT-2.
+    embed_dim: D; num_heads: H; dropout: of the attention weights; bias: of all projections, as in fairseq and GPT-2;
+    softmax_heads: H instead of num_heads, which is then that of other layers;
+    kv_heads: G, a divisor of H, so that H / G heads of queries in a row share keys and values; None = H (Ainslie et al.
+        2023, arXiv 2305.13245);
+    qkv_bias: only of q, k and v; rope_theta: base of the angles by which q and k are rotated, None = no rotation: see
+        `rotate`.
     """
 
     constant_state = False
     named_as_rule = True
     states = (KeyValueCache,)
 
-    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        *,
+        bias: bool = False,
+        softmax_heads: int | None = None,
+        kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        rope_theta: float | None = None,
+    ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
-        self.num_heads = num_heads
+        if softmax_heads is not None:
+            divides = softmax_heads >= 1 and embed_dim % softmax_heads == 0
+            check(divides, f"`softmax_heads` must divide `embed_dim` = {embed_dim}, got {softmax_heads}")
+        self.num_heads = heads = softmax_heads or num_heads
+        shared = heads if kv_heads is None else kv_heads
+        check(
+            shared >= 1 and heads % shared == 0, f"`kv_heads` must divide the number of heads, {heads}, got {kv_heads}"
+        )
+        size = embed_dim // heads
+        if rope_theta is not None:
+            check(rope_theta > 0, f"`rope_theta` must be above 0, got {rope_theta}")
+            check(size % 2 == 0, f"`rope_theta` must be left out with heads of an odd size, got heads of {size}")
         self.dropout = dropout
-        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias)
+        self.rope_theta = rope_theta
+        self.sizes = [embed_dim, shared * size, shared * size]
+        self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=bias or qkv_bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
     def forward(
@@ -57,19 +87,51 @@ class SoftmaxAttention(Attention):
         mask = visible_keys(length, total, cache.padding, x.device) if masked else None
         dropout = self.dropout if self.training else 0.0
         causal = mask is None and length == total
-        y = attend(q, cache.keys, cache.values, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        q, keys = self.turn(q, cache)
+        y = attend(q, keys, cache.values, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.out_proj(self.merge_heads(y)), cache
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k and v, each (B, H, L, d), of x (B, L, D)."""
-        return self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        """Return q (B, H, L, d), k and v (B, G, L, d) of x (B, L, D)."""
+        size = self.sizes[0] // self.num_heads
+        return tuple(y.unflatten(-1, (-1, size)).transpose(1, 2) for y in self.in_proj(x).split(self.sizes, -1))
+
+    def turn(self, q: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
+        """Return q and all keys, rotated by their places among the tokens of the cache, if the attention rotates.
+
+        Only differences of places matter: the cache may begin at any token. Padding has no place.
+        """
+        keys, padding = cache.keys, cache.padding
+        if self.rope_theta is None:
+            return q, keys
+        total = keys.shape[2]
+        places = torch.arange(total, device=q.device) if padding is None else (~padding).long().cumsum(1).unsqueeze(1)
+        return rotate(q, places[..., total - q.shape[2] :], self.rope_theta), rotate(keys, places, self.rope_theta)
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        return 2 * length * self.out_proj.in_features  # keys and values
+        return 2 * length * self.sizes[1]  # keys and values
+
+
+def rotate(x: Tensor, places: Tensor, theta: float) -> Tensor:
+    """Return x (B, H, L, d) with the pair x_i, x_(i + d/2) rotated by the angle places theta^(-2 i / d), i < d / 2.
+
+    Rotary positions: Su et al. 2021, arXiv 2104.09864, Eq. 34. places: (L,), or (B, 1, L).
+    """
+    half = x.shape[-1] // 2
+    wide = at_least_float32(x)
+    powers = torch.arange(half, dtype=wide.dtype, device=x.device) / half
+    angles = places.unsqueeze(-1) * theta**-powers
+    first, second, cos, sin = wide[..., :half], wide[..., half:], angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
-    """Return torch's attention of queries, keys and values. Its kernels have no forward mode, and no vmap."""
+    """Return torch's attention of queries, keys and values (B, G, S, d), G of which divides the heads of q.
+
+    Its kernels have no forward mode, and no vmap.
+    """
+    if keys.shape[1] != q.shape[1]:
+        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
     if not is_transformed():
         return F.scaled_dot_product_attention(q, keys, values, **options)
     from torch.nn.attention import SDPBackend, sdpa_kernel  # which would import the compiler at every start
@@ -79,7 +141,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
 
 
 def extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | None) -> KeyValueCache:
-    """Return the cache followed by k and v (B, H, L, d) and their padding (B, L)."""
+    """Return the cache followed by k and v (B, G, L, d) and their padding (B, L)."""
     if state is None:
         return KeyValueCache(k, v, padding)
     padding = join_padding(state.padding, state.keys.shape[2], padding, k.shape[2])
@@ -96,9 +158,20 @@ class LocalAttention(SoftmaxAttention):
     named_as_rule = False
 
     def __init__(
-        self, embed_dim: int, num_heads: int, window: int, dropout: float = 0.0, *, bias: bool = False
+        self,
+        embed_dim: int,
+        num_heads: int,
+        window: int,
+        dropout: float = 0.0,
+        *,
+        bias: bool = False,
+        softmax_heads: int | None = None,
+        kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        rope_theta: float | None = None,
     ) -> None:
-        super().__init__(embed_dim, num_heads, dropout, bias=bias)
+        options: dict[str, Any] = {"softmax_heads": softmax_heads, "kv_heads": kv_heads, "rope_theta": rope_theta}
+        super().__init__(embed_dim, num_heads, dropout, bias=bias, qkv_bias=qkv_bias, **options)
         check(window >= 1, f"`window` must be at least 1 token, got {window}")
         self.window = window
 
@@ -123,12 +196,13 @@ class LocalAttention(SoftmaxAttention):
         """Attend in blocks of b <= w queries, each over the w - 1 + b keys that its tokens see."""
         batch, _, length, _ = q.shape
         total, past = cache.keys.shape[2], self.window - 1
+        q, keys = self.turn(q, cache)
         block = max(min(self.window, length), 1)
         before, fill = past - (total - length), -length % block
         keys, values = (
             F.pad(part, (0, 0, before, fill)).unfold(2, past + block, block).transpose(-1, -2)
-            for part in (cache.keys, cache.values)
-        )  # (B, H, n, w - 1 + b, d)
+            for part in (keys, cache.values)
+        )  # (B, G, n, w - 1 + b, d)
         queries = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, block))
         padding = q.new_zeros(batch, total, dtype=torch.bool) if cache.padding is None else cache.padding
         padding = F.pad(padding, (before, fill), value=True).unfold(1, past + block, block)  # (B, n, w - 1 + b)
