@@ -285,15 +285,6 @@ def test_an_empty_data_folder_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_guides_export_runs(data, trained, tmp_path):
-    code = re.search(r"```python\n(.*?)```", (PLUGIN.parent / "docs" / "export.md").read_text(), re.DOTALL)[1]
-    code = code.replace("checkpoints/delta/checkpoint_best.pt", str(trained[0])).replace('"DATA"', repr(str(data)))
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"start.pt2", "step.pt2"}
-
-
-@pytest.mark.slow
 def test_a_checkpoint_cut_in_half_is_named(data, trained, tmp_path):
     broken = tmp_path / "checkpoint_last.pt"
     shutil.copy(trained[0], broken)

@@ -8,8 +8,8 @@ from pairwise import looped
 from small_models import build, random_tokens
 from torch.export import Dim
 
-FAST = ("delta", "softmax", "decay", "relative")
-MODELS = [*FAST, "sum", "gated", "delta_favor", "local", "softmax last", "layerwise"]
+FAST = ("delta", "softmax", "relative")
+MODELS = [*FAST, "decay", "sum", "gated", "delta_favor", "local", "softmax last", "layerwise"]
 
 
 @pytest.fixture(params=[pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in MODELS])

@@ -45,7 +45,7 @@ GROWING |= {"layer on softmax", "layer on hybrid"}
 
 
 @every_model
-@looped("pieces, carried", [([1] * 16, True), ([6, 1, 9], False), ([16], True)])
+@looped("pieces, carried", [([3, 1, 1, 2, 9], True), ([6, 1, 9], False)])
 def test_decoding_is_reading_by_segments(kind, pieces, carried):
     """It holds in any pieces, over ends of segments, from a state and from none."""
     model, tokens = build(kind), random_tokens(2, 16)
@@ -144,7 +144,7 @@ def test_it_is_trained_saved_and_resumed_with_its_state(kind):
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in FAST_WEIGHT_LAYERS])
 @looped("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(kind, dtype):
-    """Errors are small next to what attention contributes; the loss of a large batch does not overflow."""
+    """Errors are small next to what attention contributes; the loss of a large batch does not overflow float16."""
     model, tokens = build(kind, tokens_per_sample=16), random_tokens(2, 12)
     share = (
         0.01 if dtype == torch.float16 else 0.5 if "dpfp" in kind else 0.05
@@ -154,9 +154,10 @@ def test_half_precision(kind, dtype):
     assert features.dtype == log_probs(half, tokens).dtype == torch.float32
     for layer in extra["state"].layers if kind in UPDATE_RULES else ():
         assert all(part is None or part.dtype == torch.float32 for part in layer)
-    logits, targets = half.decoder.adaptive_softmax(features.repeat(1500, 1, 1), tokens.repeat(1500, 1))
-    loss = torch.nn.functional.cross_entropy(logits[0], targets[0], reduction="sum")
-    assert loss.isfinite() and loss > 65504  # the largest number of float16
+    if dtype == torch.float16:
+        logits, targets = half.decoder.adaptive_softmax(features.repeat(1500, 1, 1), tokens.repeat(1500, 1))
+        loss = torch.nn.functional.cross_entropy(logits[0], targets[0], reduction="sum")
+        assert loss.isfinite() and loss > 65504  # the largest number
 
 
 @looped("kind", MODELS)
@@ -368,8 +369,8 @@ def test_it_learns_what_needs_its_memory(kind):
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             torch.nn.init.normal_(module.weight, std=0.1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(200):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(100):
         past = torch.cat([torch.randint(4, 12, (32, 1)), torch.randint(12, 20, (32, 3))], 1)
         state = model(past)[1]["state"]
         scores = log_probs(model, torch.randint(12, 20, (32, 2)), state=state)

@@ -15,6 +15,7 @@ import prepare
 import pytest
 import training
 from commands import RecipeError
+from pairwise import looped
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_what_a_user_gives_wins_and_the_rest_goes_on(parser):
     assert parser().stage == "all" and parser().models == ["a"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("words", "said"),
     [
         (["tain"], "the stage must be one of prepare, evaluate, all, got tain."),
@@ -65,7 +66,7 @@ def test_every_recipe_names_extras_that_the_set_up_knows():
         assert {*named.split()} <= {*known}, path
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@looped("recipe", RECIPES)
 def test_the_help_of_every_recipe(recipe):
     """Every option has a text, every stage too, and recipes of texts say how to use another one."""
     shown = subprocess.run(["bash", recipe / "run.sh", "--help"], capture_output=True, text=True, check=True).stdout
@@ -89,7 +90,7 @@ def test_what_is_half_made_does_not_count(tmp_path):
     assert (tmp_path / "a" / "data").is_dir()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("made", "given", "same"),
     [
         ("--lr 2e-5 --x", "--lr 0.00002 --x", True),
@@ -127,7 +128,7 @@ def test_flags_are_passed_on_as_written(tmp_path):
     assert flags.as_flags({"a": True, "b": False, "c": 0}) == ["--a", "--c", "0"]
 
 
-@pytest.mark.parametrize("text", ["", "- a\n", "a: [1\n", "a: {b: 1}\n", "a:\n", "a: false\n", "include: no.yaml\n"])
+@looped("text", ["", "- a\n", "a: [1\n", "a: {b: 1}\n", "a:\n", "a: false\n", "include: no.yaml\n"])
 def test_what_is_not_flat_is_refused(tmp_path, text):
     conf = tmp_path / "a.yaml"
     conf.write_text(text)

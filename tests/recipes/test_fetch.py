@@ -49,7 +49,7 @@ def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         server.asked = []
         server.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 

@@ -13,6 +13,7 @@ import training as engine
 import yaml
 from commands import RecipeError
 from flags import read_yaml
+from pairwise import looped
 
 FOLDER = made_up.RECIPES / "associative_retrieval"
 COMMON = read_yaml(FOLDER / "conf" / "common.yaml")
@@ -37,7 +38,7 @@ def test_lists_multiply(conf):
     assert retrieval.read_points([conf, conf]) == points  # a point of two grids is trained once
 
 
-@pytest.mark.parametrize(
+@looped(
     "text, said",
     [
         ("", "must be a list of entries, as in conf/quick.yaml, got nothing"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 import translation
 from commands import RecipeError
+from pairwise import looped
 from recipe import Model
 from sacrebleu.metrics import BLEU
 
@@ -39,7 +40,7 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     assert Path(f"{out}.de").read_text().count("\n") == 5
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "message"),
     [
         ("missing", "must exist"),
@@ -134,7 +135,7 @@ def test_words_are_split_at_hyphens_as_the_literature_does():
     assert split("a-b-c x--y - -d e-") == "a ##AT##-##AT## b-c x ##AT##-##AT## -y - -d e-"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("lines", "sentences", "message"),
     [
         ([(0, "a")], 1, "1 sentences were translated, but .* has 2"),
