@@ -1,10 +1,10 @@
 """fwp-harness: the tasks of EleutherAI's lm-evaluation-harness, with language models of this package.
 
-    fwp-harness run --model fwp --model_args path=checkpoint_best.pt,data=DATA --tasks lambada_openai,hellaswag
+    fwp-harness run --model fwp --model_args path=checkpoint_best.pt,dictionary=DATA --tasks lambada_openai,hellaswag
 
 This is the harness's own command, with one more model. Its --model_args are the arguments of `Harness`. In Python:
 
-    lm_eval.simple_evaluate(Harness("checkpoint_best.pt", "DATA"), tasks=["lambada_openai"])
+    lm_eval.simple_evaluate(Harness("checkpoint_best.pt", dictionary="DATA"), tasks=["lambada_openai"])
 
 Needs `pip install ".[harness]"`.
 """
@@ -20,8 +20,7 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import loading
+import fairseq_fwp
 from fairseq_fwp.modules.layers import faster_linear
 
 try:
@@ -100,7 +99,7 @@ class Numbers:
 class Harness(TemplateLM):
     """A language model of this package as the harness wants it.
 
-    path, data: a checkpoint, and the folder with its dictionary;
+    path, dictionary, source: as for `fairseq_fwp.load`: a checkpoint and the folder of its dictionary, or a folder;
     tokenizer: tokenizer.json or its folder, for a dictionary of numbers of tokens. Without it a text is words between
         spaces.
     bpe_codes: of subword-nmt, for a text of words;
@@ -114,7 +113,8 @@ class Harness(TemplateLM):
     def __init__(
         self,
         path: str,
-        data: str,
+        dictionary: str | None = None,
+        source: str = "fwp-lm",
         tokenizer: str | None = None,
         bpe_codes: str | None = None,
         max_length: int | None = None,
@@ -126,12 +126,10 @@ class Harness(TemplateLM):
             raise ValueError(f"batch_size must be a whole number above 0, got {batch_size}")
         if tokenizer and bpe_codes:
             raise ValueError("tokenizer must be left out with bpe_codes, which are for a text of words")
-        longest = {} if max_length is None else {"max_target_positions": max_length}
-        model, task, _ = loading.load_model(path, data, longest)
+        loaded = fairseq_fwp.load(path, dictionary=dictionary, source=source)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.decoder = model.float().eval().to(self._device).decoder
-        self.max_length, self.batch_size = model.max_positions(), int(batch_size)
-        self.dictionary: Dictionary = task.source_dictionary
+        self.decoder, self.dictionary = loaded.to(self._device).model.decoder, loaded.dictionary
+        self.max_length, self.batch_size = max_length or self.decoder.max_positions(), int(batch_size)
         self.text = Numbers(self.dictionary, Path(tokenizer)) if tokenizer else Words(self.dictionary, bpe_codes)
 
     @property
@@ -235,7 +233,7 @@ def main() -> None:
     except TypeError as error:
         if "Harness" not in str(error):
             raise
-        sys.exit(f"fwp-harness: --model_args must be the arguments of Harness, path and data at least: {error}")
+        sys.exit(f"fwp-harness: --model_args must be the arguments of Harness, path at least: {error}")
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-harness: {' '.join(str(error).split())}")
 

@@ -164,7 +164,7 @@ def test_the_harness_runs_its_tasks(folder, tmp_path, monkeypatch, capsys):
         (tmp_path / f"{name}.yaml").write_text(task)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     words = ["fwp-harness", "run", "--model", "fwp", "--tasks", ",".join(kinds), "--include_path", str(tmp_path)]
-    words += ["--model_args", f"path={folder / KINDS[0] / 'checkpoint_last.pt'},data={folder / 'data'}"]
+    words += ["--model_args", f"path={folder / KINDS[0] / 'checkpoint_last.pt'},dictionary={folder / 'data'}"]
     monkeypatch.setattr(sys, "argv", [*words, "--device", "cpu"])
     harness.main()
     table = capsys.readouterr().out
@@ -179,11 +179,11 @@ def test_refusals(folder, monkeypatch):
         monkeypatch.setattr(sys, "argv", [*words, "--model_args", *arguments])
         harness.main()
 
-    refused(main, f"path={path},max_length=8", says="--model_args must be the arguments of Harness, path and data")
-    refused(main, f"path={path},data={data},other=1", says="unexpected keyword argument 'other'")
-    refused(main, f"path={data},data={data}", says="there is no checkpoint")
-    refused(main, f"path={path},data={data},tokenizer={data}", says="tokenizer.json, which does not exist")
-    refused(main, f"path={path},data={data},tokenizer={data},bpe_codes=x", says="must be left out with bpe_codes")
+    refused(main, f"max_length=8,dictionary={data}", says="--model_args must be the arguments of Harness, path at")
+    refused(main, f"path={path},dictionary={data},other=1", says="unexpected keyword argument 'other'")
+    refused(main, f"path={path},max_length=8", says="dict.txt")
+    refused(main, f"path={path},dictionary={data},tokenizer={data}", says="tokenizer.json, which does not exist")
+    refused(main, f"path={path},tokenizer={data},bpe_codes=x", says="must be left out with bpe_codes")
     with pytest.raises(ValueError, match="batch_size must be a whole number above 0, got auto"):
         load(folder, batch_size="auto")
     with pytest.raises(ValueError, match="at most max_length = 16 tokens, got 20"):
