@@ -110,12 +110,13 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
         if dims is not None and any(dim != size for dim in (dims if isinstance(dims, list) else [dims])):
             raise ValueError(f"{CONFIG} has value_dim = {dims!r}, which cannot be converted: it must be {size}")
     if softmax := found.get("attn"):
-        layers, unknown = softmax.get("layers"), {*softmax} - {"layers", *SOFTMAX}
-        if unknown or not layers or not isinstance(softmax.get("num_heads"), int):
+        settings = {"layers", *SOFTMAX}
+        known = isinstance(softmax, dict) and {"layers", "num_heads"} <= softmax.keys() <= settings
+        if not known or not softmax["layers"]:
             raise ValueError(f"attn in {CONFIG} must have layers, num_heads and {', '.join(SOFTMAX)}, got {softmax!r}")
         defaults = {"num_kv_heads": softmax["num_heads"], "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
         given = {name: value for name, value in softmax.items() if value is not None}
-        found["attn"] = {**defaults, **given, "layers": sorted(layers)}
+        found["attn"] = {**defaults, **given, "layers": sorted(softmax["layers"])}
     if not isinstance(found.get("num_heads"), int):
         raise ValueError(f"{CONFIG} must be the configuration of a {NAME}, got one without num_heads")
     return found
@@ -286,7 +287,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         for name, part in zip(theirs, parts, strict=True):
             if len(part) != theirs[name]:
                 raise ValueError(f"{name} must have {theirs[name]} rows as {CONFIG} says, got {len(part)}")
-        joined = torch.cat(parts)
+        joined = torch.cat(parts) if len(parts) > 1 else parts[0]  # without a second copy of a large model
         if ".convolution." in ours or ".self_attn.token_shift." in ours:
             joined = joined.flatten(1)
         elif ".token_shift." in ours:

@@ -410,6 +410,9 @@ RWKV7 = {"model_type": "rwkv7", "hidden_act": "sqrelu", "head_dim": 4}
 REFUSALS = [
     (dict, {"model_type": "kimi_linear"}, "model_type in config.json must be one of delta_net, .*, got 'kimi_linear'"),
     (dict, {"attn": {"layers": [1]}}, "attn in config.json must have layers, num_heads and .*, got {'layers'"),
+    (dict, {"attn": [{"layers": [1], "num_heads": 2}]}, r"attn in config.json must have layers, .*, got \["),
+    (dict, {"attn": {"layers": [], "num_heads": 2}}, "attn in config.json must have layers, .*, got {'layers'"),
+    (dict, {"attn": {"layers": [2], "num_heads": 2}}, "--softmax-layers must be ascending .* 0 to 1, .* got '2'"),
     (
         dict,
         {"attn": {"layers": [1], "num_heads": 2, "kv_lora_rank": 4}},
