@@ -109,27 +109,24 @@ def relative_error(found, truth):
     return ((found.double() - truth).norm() / truth.norm()).item()
 
 
-def errors(function, form, shape, dtype=torch.float32, device="cpu", heads=None, layout=lambda x: x, whole=False):
+def errors(function, form, shape, dtype=torch.float32, device="cpu", whole=False):
     """Return {out and the inputs, for their gradients: relative error} of a function, compared with float64.
 
     The first 256 tokens are compared, and with `whole` also `out` of all tokens.
-    heads: x -> the heads of x that are compared. The function gets all, since a kernel's work depends on their number.
-    layout: to the function's own layout and back.
     """
-    heads = heads or (lambda x: x)
     B, H, L, *sizes = shape
     short = (B, H, min(L, 256), *sizes)
     tensors = draw(form, short, dtype, device)
-    exact = [heads(x).double().requires_grad_() for x in tensors.values()]
+    exact = [x.double().requires_grad_() for x in tensors.values()]
     generator = torch.Generator(device).manual_seed(len(TENSORS))
     gradient = torch.randn(*short[:3], sizes[1], generator=generator, device=device).to(dtype)
     out = call(form, "reference")(*exact)
-    truth = [out, *torch.autograd.grad(out, exact, heads(gradient).double())]
-    inputs = [layout(x).contiguous().requires_grad_() for x in tensors.values()]
+    truth = [out, *torch.autograd.grad(out, exact, gradient.double())]
+    inputs = [x.requires_grad_() for x in tensors.values()]
     out = function(*inputs)
-    found = [out, *torch.autograd.grad(out, inputs, layout(gradient).contiguous())]
+    found = [out, *torch.autograd.grad(out, inputs, gradient)]
     compared = zip(["out", *tensors], found, truth, strict=True)
-    result = {name: relative_error(heads(layout(x)), y) for name, x, y in compared}
+    result = {name: relative_error(x, y) for name, x, y in compared}
     if whole:
         inputs = draw(form, shape, dtype, device).values()
         with torch.no_grad():

@@ -13,7 +13,6 @@ from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 
 DIM, HEADS, SOURCE_DIM = 12, 3, 10
-POSITIVE = [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive]
 
 
 def build(name, **options):

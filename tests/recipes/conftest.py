@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
+import made_up
 import pytest
 from command_server import shared
 
@@ -24,3 +25,13 @@ def forked(monkeypatch, tmp_path_factory):
         return SimpleNamespace(returncode=shared().run(*command, log=log, folder=Path.cwd(), user_dir=None))
 
     monkeypatch.setattr(commands, "subprocess", SimpleNamespace(run=run, STDOUT=subprocess.STDOUT))
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A folder with a text of one's own."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for split, lines in (("train", 200), ("valid", 20), ("test", 20)):
+        (folder / f"{split}.txt").write_text(made_up.LINE * lines)
+    return folder

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
+LINE = "the memory is a matrix that every token reads and writes\n"
 TIME = "2026-11-21 07:00:00 | INFO |"
 DIVERGED = f"""\
 {TIME} fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)

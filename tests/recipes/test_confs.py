@@ -30,7 +30,6 @@ CONFS = sorted(
     if path.name != "common.yaml" and path.relative_to(RECIPES).parts[0] not in GRIDS
 )
 PRESETS = [path for path in CONFS if path.parent.name in ("grid", "carried") or "wikitext103" in str(path.parents[1])]
-HEADERS = [path for path in CONFS if path.relative_to(RECIPES).parts[0] in ("wikitext103", "enwik8", "wmt14_en_de")]
 
 
 def parse(flags):

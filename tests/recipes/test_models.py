@@ -15,7 +15,6 @@ import training
 from commands import RecipeError
 from recipe import Recipe
 
-LINE = "the memory is a matrix that every token reads and writes\n"
 CONF = "arch: fwp_lm\ntask: language_modeling\n"
 
 
@@ -193,15 +192,6 @@ def test_flags_are_checked_before_any_work(start, recipe, monkeypatch):
 
 
 @pytest.fixture
-def text(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for split, lines in (("train", 200), ("valid", 20), ("test", 20)):
-        (folder / f"{split}.txt").write_text(LINE * lines)
-    return folder
-
-
-@pytest.fixture
 def language(start, text):
     def language(*words, name="peps", merges="20", data=True):
         settings = ["--models", "delta", "sum", "--text", name, "--merges", merges]
@@ -220,7 +210,7 @@ def test_text_is_cut_into_pieces_once_and_for_one_source(language, tmp_path, tex
     for words in ([], ["--lines", "9"]):
         with pytest.raises(RecipeError, match="was made with other settings"):
             language("prepare", *words).main()
-    (text / "test.txt").write_text("other " + LINE * 30)
+    (text / "test.txt").write_text("other " + made_up.LINE * 30)
     with pytest.raises(RecipeError, match="was made with other settings"):
         language("prepare", "--lines", "10").main()
 

@@ -15,8 +15,8 @@ import stdlib
 import texts
 from commands import RecipeError
 from fetch import Archive
+from made_up import LINE
 
-LINE = "the memory is a matrix that every token reads and writes\n"
 CODE = '''def read(self, size=-1):
     """Read up to size bytes."""
     if size < 0:
@@ -96,15 +96,6 @@ def test_peps_are_split_by_document_and_known_by_their_checksum(tmp_path, monkey
     assert all(text.count("= PEP") > 0 for text in found.values()) and found["train"].count("= PEP") > 45
     digest = hashlib.sha256("".join(found.values()).encode())
     assert digest.hexdigest() == peps.CHECKSUM
-
-
-@pytest.fixture
-def text(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for split, lines in (("train", 200), ("valid", 20), ("test", 20)):
-        (folder / f"{split}.txt").write_text(LINE * lines)
-    return folder
 
 
 def test_text_is_copied_with_single_spaces(text, tmp_path):
