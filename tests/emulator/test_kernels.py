@@ -6,7 +6,9 @@ from emulator import CHUNK, RULES, EmulatorError, prepare
 from operator_cases import CASES, as_double, cotangents_of, make_case, make_combination, reference
 from pairwise import looped
 from subjects import COMBINATIONS, at_odd_offset, check_errors, relative_error
-from test_cuda import MEMORY
+from test_cuda import CHUNK_SHAPES, MEMORY
+
+from fairseq_fwp.kernels.self_check import LONG
 
 every_rule = pytest.mark.parametrize("rule", CASES)
 
@@ -165,6 +167,19 @@ def test_segments_side_by_side(emulator, rule, shape, state):
     assert emulator.workspace_bytes(prepare(*drawn[:2])[0], shape, torch.bfloat16, is_backward=False) > 0
     check_other_orders_and_gpus(emulator, *drawn)
     check_absent_gradients(emulator, *drawn[:2])
+
+
+@pytest.mark.parametrize("rule", ["sum", "delta", "gated", "gated_delta"])
+def test_long_cases_of_a_gpu_run_in_segments(emulator, rule):
+    """Those of its tests and of the check before the first use, with narrow, ordinary and wide keys."""
+    of_check = [tuple(size[name] for name in ("B", "H", "L", "Dk", "Dv")) for size in LONG]
+
+    def memory_for_segments(shape):
+        return emulator.workspace_bytes(rule, shape, torch.bfloat16, is_backward=False, shared_kib=HOPPER)
+
+    wide = {(16, 160)} if rule in ("sum", "delta") else set()  # several blocks have the columns
+    found = {shape[3:] for shape in (*CHUNK_SHAPES, *of_check) if memory_for_segments(shape)}
+    assert found == {(16, 16), (64, 64), (128, 128), *wide}
 
 
 # Shapes, and decays from those given and random numbers: close to 1 in float32, which bfloat16 would round to 1, with

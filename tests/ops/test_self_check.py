@@ -83,8 +83,10 @@ self_check.WITH_SEGMENTS = ()
 """
 SMALL = f"{PREPARED}self_check.check_in_child(RULES)"
 BROKEN = f"""{PREPARED}
+ended = []
 def _check(rule, device):
-    if rule.name == "gla_rule":
+    if rule.name == "gla_rule" or ended:
+        ended.append(rule)
         raise RuntimeError("an illegal memory access\\nand more")
     if rule.name == "decay_rule":
         os.kill(os.getpid(), signal.SIGABRT)
