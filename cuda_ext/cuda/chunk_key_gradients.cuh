@@ -102,7 +102,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
   }
   FWP_DEVICE void load_errors(const char* start, int64_t n, const Shared& to) const {
     const int columns = this->size.columns, width = this->value_columns(), tokens = this->count(n);
-    const float* const errors = reinterpret_cast<const float*>(start) + n * kChunkTokens * columns;
+    const float* const errors = in_global_memory(reinterpret_cast<const float*>(start)) + n * kChunkTokens * columns;
     FWP_UNROLL_BY(4) for (int at = int(threadIdx.x); at < kChunkTokens * width; at += kWarps * kWarp) {
       const int t = at / width, j = at % width;
       to.put(t, j, t < tokens && j < columns ? errors[t * columns + j] : 0);

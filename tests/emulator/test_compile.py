@@ -67,6 +67,14 @@ def test_registers_hold_everything(architecture):
 
 
 @needs_nvcc
+@pytest.mark.slow
+def test_every_access_names_its_memory():
+    """A pointer that was kept in shared memory loses it, and loads through it take longer: see in_global_memory()."""
+    ptx = compiled_kernels("90a").ptx.read_text()
+    assert re.findall(r"\s(?:ld|st)\.(?!global|shared|param)\S+", ptx) == []
+
+
+@needs_nvcc
 def test_local_memory_is_found(tmp_path):
     """An array whose index is only known at run time cannot be in registers."""
     source = tmp_path / "local.cu"
