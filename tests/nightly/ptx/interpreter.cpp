@@ -135,10 +135,8 @@ void wait_copies(Thread& t, const Instruction& i) {
   const std::vector<emulator::Copy>& left = emulator::running_fiber().copies;
   const std::vector<emulator::Copy> before = left;
   emulator::finish_copies(get<size_t>(t, i.operands[0]));
-  for (size_t n = 0; n < before.size() - left.size(); ++n) {
-    const auto offset = static_cast<unsigned char*>(before[n].to) - fwp::cuda::shared_memory();
-    reach(t, 2 * kRegion + Address(offset), 16, Use::end_copy);
-  }
+  for (size_t n = 0; n < before.size() - left.size(); ++n)
+    reach(t, 2 * kRegion + (static_cast<unsigned char*>(before[n].to) - fwp::cuda::shared_memory()), 16, Use::end_copy);
 }
 
 void shuffle(Thread& t, const Instruction& i) {

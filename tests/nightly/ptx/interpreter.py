@@ -6,6 +6,7 @@ from pathlib import Path
 
 from emulator import Emulator, build
 
+FLAGS = ("-std=c++20", "-O2", "-fwrapv", "-fno-strict-aliasing", "-Wall", "-Werror")
 SPECIAL = ("%tid.x", "%ctaid.x", "%ntid.x")  # the first registers, which the interpreter sets
 ENTRY = re.compile(r"\.entry (\w+)\(.*?\n\{\n(.*?)\n\}", re.DOTALL)
 FILE = re.compile(r'\.file\s+(\d+) ".*/cuda_ext/cuda/(.*)"')
@@ -63,9 +64,6 @@ def text_of(name: str, body: str, files: dict[str, str]) -> str:
             assert not line or line.startswith((".reg", ".pragma")), (name, line)
     values = [f"{number} {value(x)}" for x, number in registers.items() if x[0] != "%"]
     return "\n".join([f"{name} {len(registers)} {len(values)} {len(lines)}", *values, *lines, ""])
-
-
-FLAGS = ("-std=c++20", "-O2", "-fwrapv", "-fno-strict-aliasing", "-Wall", "-Werror")
 
 
 class Interpreter(Emulator):
