@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <type_traits>
 
 namespace fwp {
 
@@ -12,6 +13,47 @@ namespace fwp {
 //   - delta and gated_delta*: also erase what the key retrieves
 //   - removal: a decay per key dimension; subtract what another key retrieves
 enum class Rule { sum, delta, gated, gated_by_key, decay, gated_delta, gated_delta_by_key, removal };
+
+// What a decay multiplies: the whole state (kHead), its rows (kKey), or its rows and its columns (kKeyAndValue).
+enum class Fades { kNothing, kHead, kKey, kKeyAndValue };
+// What is erased before a write: nothing, what the key retrieves after the decay (kKey), or what a separate key
+// retrieves before the decay (kRemoval).
+enum class Erases { kNothing, kKey, kRemoval };
+
+constexpr Fades fades_of(Rule rule) {
+  switch (rule) {
+    case Rule::sum: case Rule::delta: return Fades::kNothing;
+    case Rule::gated: case Rule::gated_delta: return Fades::kHead;
+    case Rule::decay: return Fades::kKeyAndValue;
+    default: return Fades::kKey;
+  }
+}
+constexpr Erases erases_of(Rule rule) {
+  switch (rule) {
+    case Rule::delta: case Rule::gated_delta: case Rule::gated_delta_by_key: return Erases::kKey;
+    case Rule::removal: return Erases::kRemoval;
+    default: return Erases::kNothing;
+  }
+}
+
+// Call f(rule) with the rule as a compile-time constant.
+template <typename F>
+auto with_rule(Rule rule, F f) {
+  switch (rule) {
+    case Rule::sum: return f(std::integral_constant<Rule, Rule::sum>{});
+    case Rule::delta: return f(std::integral_constant<Rule, Rule::delta>{});
+    case Rule::gated: return f(std::integral_constant<Rule, Rule::gated>{});
+    case Rule::gated_by_key: return f(std::integral_constant<Rule, Rule::gated_by_key>{});
+    case Rule::decay: return f(std::integral_constant<Rule, Rule::decay>{});
+    case Rule::gated_delta: return f(std::integral_constant<Rule, Rule::gated_delta>{});
+    case Rule::gated_delta_by_key: return f(std::integral_constant<Rule, Rule::gated_delta_by_key>{});
+    default: return f(std::integral_constant<Rule, Rule::removal>{});
+  }
+}
+
+// Rules with decays or removals keep the state after every so many tokens for the backward pass: KEPT_EVERY of
+// fairseq_fwp/ops/fast_weights.py.
+constexpr int64_t kKeptEvery = 32;
 
 struct Lengths {
   int64_t B, H, L, Dk, Dv;

@@ -16,13 +16,13 @@ using Optional = std::optional<Tensor>;
 inline at::ScalarType state_type(const Tensor& q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 inline void check(const char* name, const Tensor& x, at::IntArrayRef sizes, at::ScalarType type,
-                  at::Device device = at::kCPU) {
+                  at::Device device) {
   TORCH_CHECK(x.sizes() == sizes && x.scalar_type() == type && x.device() == device, name, " must be a ", type,
               " tensor of ", sizes, " on ", device, ", got ", x.scalar_type(), " of ", x.sizes(), " on ", x.device());
 }
 
 inline void check(const char* name, const Optional& x, at::IntArrayRef sizes, at::ScalarType type,
-                  at::Device device = at::kCPU) {
+                  at::Device device) {
   if (x) check(name, *x, sizes, type, device);
 }
 
@@ -54,15 +54,16 @@ struct Arguments {
   bool retrieves() const { return erases || removes(); }
   bool decays_by_head() const { return decay && decay->dim() == 3; }
 
-  // Raise an error where kernels would read outside of a tensor. `values` is the dtype of v.
-  void check_all(const Sizes& size, at::ScalarType values, at::Device device = at::kCPU) const {
+  // Raise an error where kernels would read outside of a tensor.
+  void check_all(const Sizes& size) const {
     const auto given = q.scalar_type(), type = state_type(q);
+    const at::Device device = q.device();
     // Half precision would round a gate just below 1. So a gate may have the dtype of the state.
     const auto check_gate = [&](const char* name, const Optional& x, at::IntArrayRef sizes) {
       check(name, x, sizes, x && x->scalar_type() == type ? type : given, device);
     };
     check("k", k, {size.B, size.Hk, size.L, size.Dk}, given, device);
-    check("v", v, size.values(), values, device);
+    check("v", v, size.values(), given, device);
     if (decays_by_head())
       check_gate("decay", decay, size.rates());
     else

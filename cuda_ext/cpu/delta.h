@@ -1,4 +1,4 @@
-// The delta rule on one block of columns: W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1}), out_t = q_t W_t. README.md
+// The delta rule on one block of columns: W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1}), out_t = q_t W_t. ../README.md
 // derives the backward pass. It stores no states and undoes no writes. The gradients of queries and keys need W_t. The
 // saved errors e_t = v_t - k_t W_{t-1} rebuild it, in forward order.
 #pragma once

@@ -1,19 +1,14 @@
 // Rules that forget, on one block of columns: W_t = (f_t^T z_t) * W_{t-1}, then a write, which may depend on what a key
-// retrieves. README.md derives the backward pass. Forgetting cannot be undone. So the forward pass keeps the state
-// after every kChunk tokens, and the backward pass rebuilds the states in between, a few rows at a time.
+// retrieves. ../README.md derives the backward pass. Forgetting cannot be undone. So the forward pass keeps the state
+// after every kKeptEvery tokens, and the backward pass rebuilds the states in between, a few rows at a time.
 #pragma once
 
 #include <algorithm>
 
+#include "../rule.h"
 #include "delta.h"
 
 namespace fwp {
-
-// What a decay multiplies: the whole state (kHead), its rows (kKey), or its rows and its columns (kKeyAndValue).
-enum class Fades { kHead, kKey, kKeyAndValue };
-// What is erased before a write: nothing, what the key retrieves after the decay (kKey), or what a separate key retrieves
-// before the decay (kRemoval).
-enum class Erases { kNothing, kKey, kRemoval };
 
 template <Fades fades_, Erases erases_>
 struct Kind {
@@ -58,30 +53,30 @@ struct ForgetForward {
   StateBlock<A, NV>& block;
   const ForgetTokens<A> in;
   Tokens<A> out, retrieved;
-  Tokens<A> kept;  // rows of the state after the chunk that starts at `first`; the states of all whole chunks are kept
+  Tokens<A> kept;  // rows of the state kKeptEvery tokens after `first`
   A* scratch;      // 2 x rows
-  int64_t first = 0, last = 0;  // the chunk: the first token that run() counts from, and the last token
+  int64_t first = 0, last = 0;  // the tokens up to the next kept state; run() counts from the first
   // For the next group: what its keys retrieve from the state before it, and the products of its second key with the
   // keys that the first token writes with.
   Group<A, NV> found[2] = {};
   A with_key = 0, with_removal = 0;
 
-  void run_chunks(int64_t length) {
-    for (first = 0; first < length; first += kChunk) {
-      last = std::min(first + kChunk, length) - 1;
+  void run_tokens(int64_t length) {
+    for (first = 0; first < length; first += kKeptEvery) {
+      last = std::min(first + kKeptEvery, length) - 1;
       if constexpr (K::retrieves) {
         start();
         for_token_groups<kGroup>(last + 1 - first, *this);
       } else {
         for_like_groups<kGroup>(last + 1 - first, *this);
       }
-      if (first + kChunk > length) return;
+      if (first + kKeptEvery > length) return;
       block.read_rows([&](int64_t i, const Group<A, NV>& w) { w.store_to(kept[i], block.columns); }, [] {});
       kept.data = kept[block.rows];
     }
   }
 
-  // A sequence of one token: less to compile than run_chunks.
+  // A sequence of one token: less to compile than run_tokens.
   void run_token() {
     if constexpr (K::retrieves) start();
     run_group<1, false>(0, true);
@@ -389,7 +384,7 @@ struct ForgetBackward {
   // Sums over rows for each token: d_q, d_k, d_decay, and those of a removal and its key.
   static constexpr int64_t kSums = (kRemoves ? 5 : 3) * kWidth;
   // All rows of G, the states of a few rows in a chunk, and two arrays of the sums of a chunk.
-  static int64_t scratch(int64_t rows) { return (rows + kChunk * kPiece<A>)*kWidth + 2 * kChunk * kSums; }
+  static int64_t scratch(int64_t rows) { return (rows + kKeptEvery * kPiece<A>)*kWidth + 2 * kKeptEvery * kSums; }
 
   const int64_t length, rows, columns;
   const ForgetTokens<A> in;  // v: the written value, if the rule erases with the key
@@ -405,9 +400,9 @@ struct ForgetBackward {
 
   void run() {
     for (int64_t j = 0; j < rows; ++j) load_row(d_final, j).store_to(work + j * kWidth, kWidth);
-    for (int64_t c = (length + kChunk - 1) / kChunk; c-- > 0;) {
+    for (int64_t c = (length + kKeptEvery - 1) / kKeptEvery; c-- > 0;) {
       const Matrix<const A> state = c ? Matrix<const A>{kept + (c - 1) * kept_stride, 1, rows} : initial;
-      run_chunk(c * kChunk, std::min(kChunk, length - c * kChunk), state,
+      run_chunk(c * kKeptEvery, std::min(kKeptEvery, length - c * kKeptEvery), state,
                 c > 1 ? kept + (c - 2) * kept_stride : nullptr);
     }
     if (!d_initial.data) return;
@@ -484,7 +479,7 @@ struct ForgetBackward {
   // `earlier` is the state two chunks back (the state before the previous chunk), or null.
   Lines lines_due(int64_t first, int64_t j, const A* earlier) const {
     constexpr int64_t kLine = Tokens<A>::kLine;
-    const int64_t column = j / kLine * kLine, before = first - kChunk;
+    const int64_t column = j / kLine * kLine, before = first - kKeptEvery;
     Lines lines(work);
     const auto set = [&](int n, const auto& x, int64_t t) { lines.set(n, x.data, x.stride, t, column); };
     const bool of_keys = column < kWidth;
@@ -519,7 +514,7 @@ struct ForgetBackward {
 
   // Process kSumRows rows at a time, as in RowSums. The first part initializes the total.
   void run_chunk(int64_t first, int64_t tokens, const Matrix<const A>& state, const A* earlier) {
-    A *total = work + (rows + kChunk * kPiece<A>)*kWidth, *part = total + kChunk * kSums;
+    A *total = work + (rows + kKeptEvery * kPiece<A>)*kWidth, *part = total + kKeptEvery * kSums;
     for (int64_t begin = 0; begin == 0 || begin < rows; begin += kSumRows) {
       A* sums = begin ? part : total;
       const int64_t end = std::min(rows, begin + kSumRows);

@@ -1,5 +1,5 @@
 // Rules that forget, on chunks of kChunkTokens tokens. Between chunks the state moves once, by products of matrices;
-// inside a chunk the tokens see each other in quadratic form. README.md derives both passes.
+// inside a chunk the tokens see each other in quadratic form. ../README.md derives both passes.
 //
 // A writer is a sequence of keys x_s with values m_s: the keys of the rule, and those of a removal, whose values are
 // -e_s. With X_ts = x_s * f_{s+1} * ... * f_t and F_t = f_1 * ... * f_t, where f are the decays of the chunk and W the
@@ -24,7 +24,7 @@
 namespace fwp {
 
 constexpr int64_t kChunkTokens = 16;
-static_assert(kChunk % kChunkTokens == 0);
+static_assert(kKeptEvery % kChunkTokens == 0);
 // With fewer keys or values, the recurrent form is faster.
 constexpr int64_t kLeastChunked = 48;
 
@@ -71,7 +71,7 @@ class ForgetChunk {
            kChunkTokens * ((11 + 4 * kWriters) * of_key + (10 + 2 * kWriters) * of_value + 4 * kWriters * of_pair + kFaded);
   }
 
-  // kept: rows of the state after every kChunk tokens. A matrix may be null.
+  // kept: rows of the state after every kKeptEvery tokens. A matrix may be null.
   void forward(int64_t length, const ForgetTokens<A>& in, Matrix<const A> initial, Tokens<A> out, Tokens<A> retrieved,
                Tokens<A> kept, Matrix<A> final) {
     if (length == 1 && initial.data && initial.column_stride == 1)
@@ -97,7 +97,7 @@ class ForgetChunk {
       deliver(read_, values_, out, t);
       advance_state(empty);
       empty = false;
-      if ((t + count_) % kChunk) continue;
+      if ((t + count_) % kKeptEvery) continue;
       for (int64_t i = 0; i < keys_; ++i) std::memcpy(kept[i], state_[i], values_ * sizeof(A));
       kept.data = kept[keys_];
     }
@@ -111,9 +111,9 @@ class ForgetChunk {
     d_empty_ = !d_final.data;
     d_empty_ ? clear(d_state_, round_up(keys_, kTileRows)) : copy_in(d_final, d_state_);
     for (int64_t t = (length - 1) / kChunkTokens * kChunkTokens; t >= 0; t -= kChunkTokens) {
-      const int64_t start = t / kChunk * kChunk;
+      const int64_t start = t / kKeptEvery * kKeptEvery;
       const Matrix<const A> before =
-          start ? Matrix<const A>{kept[(start / kChunk - 1) * keys_], kept.stride, 1} : initial;
+          start ? Matrix<const A>{kept[(start / kKeptEvery - 1) * keys_], kept.stride, 1} : initial;
       bool empty = !before.data;
       if (!empty) copy_in(before, state_);
       for (int64_t u = start; u < t; u += kChunkTokens) {  // rebuild the state, with the operations of `forward`

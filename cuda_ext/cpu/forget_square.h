@@ -42,7 +42,7 @@ struct ForgetForwardSquare {
       const A* key = in.k[t];
       FWP_UNROLL for (int i = 0; i < kLanes<A>; ++i) state.row[i] = state.row[i] * fade.of(i) + key[i] * value;
       store(out[t], state.read(in.q[t]));
-      if ((t + 1) % kChunk == 0) to = state.store_to(to);
+      if ((t + 1) % kKeptEvery == 0) to = state.store_to(to);
     }
     state.store_to(block);
   }
@@ -51,7 +51,7 @@ struct ForgetForwardSquare {
 template <typename A, Fades fades>
 struct ForgetBackwardSquare {
   static constexpr int kSize = kLanes<A> * kLanes<A>;  // numbers of a state
-  static constexpr int64_t scratch() { return kChunk * kSize; }
+  static constexpr int64_t scratch() { return kKeptEvery * kSize; }
 
   const int64_t length;
   const ForgetTokens<A> in;
@@ -64,8 +64,8 @@ struct ForgetBackwardSquare {
 
   void run() const {
     Square<A> gradient = square_of(d_final);
-    for (int64_t c = (length + kChunk - 1) / kChunk; c-- > 0;) {
-      const int64_t first = c * kChunk, end = std::min(length, first + kChunk);
+    for (int64_t c = (length + kKeptEvery - 1) / kKeptEvery; c-- > 0;) {
+      const int64_t first = c * kKeptEvery, end = std::min(length, first + kKeptEvery);
       rebuild(first, end, c ? Matrix<const A>{states + (c - 1) * kSize, 1, kLanes<A>} : initial);
       for (int64_t t = end; t-- > first;) step(t, gradient, work + (t - first) * kSize);
     }

@@ -15,9 +15,6 @@ namespace fwp {
 // Bytes of a cache line, on nearly every machine.
 constexpr int kLineBytes = 64;
 
-// Rules that forget keep a state after every kChunk tokens: KEPT_EVERY of fairseq_fwp/ops/fast_weights.py.
-constexpr int64_t kChunk = 32;
-
 // A sequence that is split at multiples of kSplit tokens gives bit-identical outputs and states.
 constexpr int64_t kSplit = 64;
 

@@ -1,5 +1,5 @@
 // The sum rule on one block of columns: W_t = W_{t-1} + k_t^T v_t, out_t = q_t W_t. Its three backward passes are the
-// same scan with exchanged arguments: see README.md.
+// same scan with exchanged arguments: see ../README.md.
 #pragma once
 
 #include "state_block.h"

@@ -29,7 +29,7 @@ constexpr size_t kPartBytes = 32 * 1024 * 1024;
 
 constexpr size_t kBufferBytes = 12 * 1024;
 constexpr int kStageTokens = 16;  // at most; a chunk that ends in a kept state is a multiple of it
-static_assert(kChunk % kStageTokens == 0);
+static_assert(kKeptEvery % kStageTokens == 0);
 constexpr int kLeastTeam = 4;  // at least the tokens of a stage, because each thread copies the scalars of one
 // Shared memory of a block on every GPU. Beyond it, two buffers are better than fewer blocks.
 constexpr size_t kSharedBytes = 99 * 1024;

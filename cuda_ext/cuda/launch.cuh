@@ -7,22 +7,6 @@ namespace fwp::cuda {
 
 namespace detail {
 
-constexpr Fades fades_of(Rule rule) {
-  switch (rule) {
-    case Rule::sum: case Rule::delta: return Fades::kNothing;
-    case Rule::gated: case Rule::gated_delta: return Fades::kHead;
-    case Rule::decay: return Fades::kKeyAndValue;
-    default: return Fades::kKey;
-  }
-}
-constexpr Erases erases_of(Rule rule) {
-  switch (rule) {
-    case Rule::delta: case Rule::gated_delta: case Rule::gated_delta_by_key: return Erases::kKey;
-    case Rule::removal: return Erases::kRemoval;
-    default: return Erases::kNothing;
-  }
-}
-
 // A rule, and the kernels that it needs.
 template <Rule rule>
 struct Kernels {

@@ -57,9 +57,7 @@ void set_columns(Pass& pass, int columns, const Gpu& gpu) {
 template <typename Pass>
 const char* launch_chunks(const Pass& pass, const Gpu& gpu, void* stream) {
   const int64_t blocks = pass.size.heads * pass.segments() * pass.slabs.number;
-  if (blocks == 0) return nullptr;
-  if (const char* error = check_blocks(blocks)) return error;
-  return launch_kernel(chunk_kernel<Pass>, gpu, blocks, pass.warps * kWarp, chunk_bytes(pass), stream, pass);
+  return launch_blocks(chunk_kernel<Pass>, gpu, blocks, pass.warps * kWarp, chunk_bytes(pass), stream, pass);
 }
 
 template <int kRows, bool kErases, bool kFades>
@@ -108,10 +106,8 @@ struct SegmentMemory : DeviceMemory {
     through.ends = ends, through.transition = transition;
     through.initial = initial, through.boundaries = boundaries;
     const int64_t blocks = pass.size.heads * through.slabs;
-    if (blocks == 0) return nullptr;
-    if (const char* error = check_blocks(blocks)) return error;
     const size_t bytes = size_t(through.kColumns) * kRows * sizeof(float);
-    return launch_kernel(segments_kernel<kRows>, gpu, blocks, kThreadsForSegments, bytes, stream, through);
+    return launch_blocks(segments_kernel<kRows>, gpu, blocks, kThreadsForSegments, bytes, stream, through);
   }
 };
 

@@ -47,9 +47,13 @@ inline const char* check(const Sizes& size) {
   return nullptr;
 }
 
-inline const char* check_blocks(int64_t blocks) {
+// Launch blocks, if there are any.
+template <typename Pass>
+const char* launch_blocks(void (*kernel)(Pass), const Gpu& gpu, int64_t blocks, int threads, size_t bytes, void* stream,
+                          const Pass& pass) {
+  if (blocks == 0) return nullptr;
   if (blocks > 0x7fffffff) return say("%lld blocks are more than CUDA launches at once", (long long)blocks);
-  return nullptr;
+  return launch_kernel(kernel, gpu, blocks, threads, bytes, stream, pass);
 }
 
 inline ShapeSize tile_of(Shape shape) {
@@ -81,9 +85,8 @@ const char* launch_planned(Scan scan, const ScanNeeds& needs, const Gpu& gpu, vo
                scan.size.rows, scan.size.columns, needs.number == 8 ? "float64" : "float32", (bytes + 1023) / 1024,
                gpu.shared_bytes / 1024);
   const int64_t blocks = (scan.size.heads + scan.plan.teams - 1) / scan.plan.teams * scan.plan.slabs;
-  if (const char* error = check_blocks(blocks)) return error;
   scan.arrays.set_pieces(scan.size, kColumns * scan.plan.groups);
-  return launch_kernel(scan_kernel<Scan, kRows, kColumns>, gpu, blocks, scan.plan.threads(), bytes, stream, scan);
+  return launch_blocks(scan_kernel<Scan, kRows, kColumns>, gpu, blocks, scan.plan.threads(), bytes, stream, scan);
 }
 
 // Launch a scan that keeps only tokens in shared memory.
@@ -158,8 +161,8 @@ BackwardPlan plan_backward(const ScanSize& size, const Gpu& gpu) {
   }
   if (plan.slabs == 1) return {shape, needs, plan, size.length, 0, 0};
   const int64_t of_token = plan.slabs * size.heads * size.rows;
-  const int64_t fit = int64_t(kPartBytes / (of_token * sizeof(A) * needs.parts.row_outputs + 1)) / kChunk * kChunk;
-  const int64_t window = std::min(std::max(fit, kChunk), size.length);
+  const int64_t fit = int64_t(kPartBytes / (of_token * sizeof(A) * needs.parts.row_outputs + 1)) / kKeptEvery * kKeptEvery;
+  const int64_t window = std::min(std::max(fit, kKeptEvery), size.length);
   const int64_t of_states = window < size.length ? size.heads * size.rows * size.columns : 0;
   return {shape, needs, plan, window, of_token * window, of_states};
 }
@@ -175,7 +178,7 @@ struct ScanMemory {
 
   ScanMemory(const ScanSize& size, const BackwardPlan& by, void* from) {
     DeviceMemory memory{static_cast<char*>(from)};
-    const int64_t tokens = size.heads * size.length, states = size.heads * (size.length / kChunk);
+    const int64_t tokens = size.heads * size.length, states = size.heads * (size.length / kKeptEvery);
     d_write = memory.take<A>(tokens * size.columns);
     d_decay = memory.take<A>(Scan::kByHead ? tokens * size.rows : 0);
     kept = memory.take<A>(Scan::kDecays ? 0 : states * size.rows * size.columns);
@@ -187,9 +190,7 @@ struct ScanMemory {
 
 template <typename Sums>
 const char* launch_sums(const Sums& sums, void* stream) {
-  if (sums.blocks() == 0) return nullptr;
-  if (const char* error = check_blocks(sums.blocks())) return error;
-  return launch_kernel(sums_kernel<Sums>, {}, sums.blocks(), kThreadsPerBlock, 0, stream, sums);
+  return launch_blocks(sums_kernel<Sums>, {}, sums.blocks(), kThreadsPerBlock, 0, stream, sums);
 }
 
 // Launch the scan, window by window. `to`: its row outputs.

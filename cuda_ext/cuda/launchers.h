@@ -49,7 +49,7 @@ struct Outputs {
   Target out;
   void* state;
   void* retrieved;  // (B, H, L, Dv): errors of a rule that erases, or what removal_key retrieves
-  void* kept;       // (B, H, L / kChunk, Dk, Dv), of rules with decays or removals
+  void* kept;       // (B, H, L / kKeptEvery, Dk, Dv), of rules with decays or removals
 };
 
 // Further inputs of the backward pass: its own, and results of the forward pass. d_out and d_state may be absent.
@@ -70,9 +70,6 @@ struct Gpu {
 
 // The largest supported Dk and Dv. The functions below refuse larger ones.
 constexpr int64_t kGreatestSize = 512;
-
-// Tokens between two kept states: KEPT_EVERY of fairseq_fwp/ops/fast_weights.py.
-constexpr int64_t kChunk = 32;
 
 // Device memory in bytes that a pass needs while it runs, in addition to its arguments. call.workspace is not read.
 size_t workspace_bytes(const Call& call, bool is_backward);

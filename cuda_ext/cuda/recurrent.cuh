@@ -1,5 +1,5 @@
-// All rules: a scan forward and one in reverse. README.md derives the backward pass. The decays, if there are any, are a along the
-// keys and z along the values. k is the key, b the rate, y the key of a removal, and p the vector that is removed:
+// All rules: a scan forward and one in reverse. ../README.md derives the backward pass. The decays, if there are any, are a along
+// the keys and z along the values. k is the key, b the rate, y the key of a removal, and p the vector that is removed:
 //     W' = (a^T z) * W_{t-1}      e = v - k W', or v      s = y W_{t-1}      W = W' + k^T b e - p^T s      out = q W
 // The columns of W are independent.
 #pragma once
@@ -8,8 +8,6 @@
 
 namespace fwp::cuda {
 
-enum class Fades { kNothing, kHead, kKey, kKeyAndValue };
-enum class Erases { kNothing, kKey, kRemoval };
 FWP_BOTH constexpr bool fades_by_key(Fades fades) { return fades == Fades::kKey || fades == Fades::kKeyAndValue; }
 
 // Multiply x by the decays of a token of `Scan`.
@@ -62,7 +60,7 @@ struct RecurrentForward {
         go_on(place, token, state);
       }
       const int64_t end = stage.first + stage.count;  // the end of a chunk is always the end of a stage
-      if (end % kChunk == 0) place.store(state, kept, place.head * (size.length / kChunk) + end / kChunk - 1);
+      if (end % kKeptEvery == 0) place.store(state, kept, place.head * (size.length / kKeptEvery) + end / kKeptEvery - 1);
     });
     place.store(state, last, place.head);
   }
@@ -132,7 +130,7 @@ struct RecurrentBackward {
   int64_t first, end;   // the tokens of this launch; `first` starts a chunk
 
   // Tiles that a thread keeps, with groups of so many tokens: before each pair of groups, and before each token of a group.
-  FWP_BOTH static constexpr int states(int group) { return kChunk / (2 * group) + group; }
+  FWP_BOTH static constexpr int states(int group) { return kKeptEvery / (2 * group) + group; }
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
@@ -185,15 +183,15 @@ struct RecurrentBackward {
   // is visited from its first group in forward order, its second one in reverse and its first one in reverse. A single last group
   // is only visited in reverse.
   FWP_DEVICE static int visits(int groups) { return 2 * ((groups + 1) / 2 - 1) + groups / 2 * 3 + groups % 2; }
-  FWP_DEVICE int whole_chunk() const { return int(kChunk) / plan.stage; }  // in groups
+  FWP_DEVICE int whole_chunk() const { return int(kKeptEvery) / plan.stage; }  // in groups
   FWP_DEVICE int groups_of(int64_t chunk) const {
-    const int64_t left = end - chunk * kChunk;
-    return left < kChunk ? (int(left) + plan.stage - 1) / plan.stage : whole_chunk();
+    const int64_t left = end - chunk * kKeptEvery;
+    return left < kKeptEvery ? (int(left) + plan.stage - 1) / plan.stage : whole_chunk();
   }
-  FWP_DEVICE int64_t last_chunk() const { return (end - 1) / kChunk; }
+  FWP_DEVICE int64_t last_chunk() const { return (end - 1) / kKeptEvery; }
   FWP_DEVICE int64_t count_stages() const {
     if (end <= first) return 0;
-    return visits(groups_of(last_chunk())) + (last_chunk() - first / kChunk) * visits(whole_chunk());
+    return visits(groups_of(last_chunk())) + (last_chunk() - first / kKeptEvery) * visits(whole_chunk());
   }
 
   FWP_DEVICE GroupStage stage_at(int64_t n) const {
@@ -213,14 +211,14 @@ struct RecurrentBackward {
       group = 2 * pair + (step == 1);
       writes = step > 0;
     }
-    const int64_t from = chunk * kChunk + group * plan.stage, left = end - from;
+    const int64_t from = chunk * kKeptEvery + group * plan.stage, left = end - from;
     return {{from, left < plan.stage ? int(left) : plan.stage, writes}, chunk, visit, group, pairs};
   }
 
   template <typename Place, int kRows, int kColumns>
   FWP_DEVICE void load_first(const Place& place, int64_t chunk, Tile<A, kRows, kColumns>& state) const {
     if (chunk > 0)
-      place.load(kept, place.head * (size.length / kChunk) + chunk - 1, state);
+      place.load(kept, place.head * (size.length / kKeptEvery) + chunk - 1, state);
     else
       place.load(initial, place.head, state);
   }

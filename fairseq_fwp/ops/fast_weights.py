@@ -31,7 +31,7 @@ from .arguments import (
     state_dtype,
 )
 
-# Tokens between two states that kernels keep for the backward pass of a forgetting rule: kChunk of cuda_ext.
+# Tokens between two states that kernels keep for the backward pass of a forgetting rule: kKeptEvery of cuda_ext/rule.h.
 KEPT_EVERY = 32
 OPTIONAL = {
     "decay": (PER_TOKEN, PER_KEY),

@@ -106,16 +106,15 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   };
   const auto target = [&](int64_t width, Type t) { return Target{make(tokens * width, t), t}; };
   const auto states = [&](int64_t each) { return make(heads * each * size.Dk * size.Dv, of_state); };
-  const bool by_head = rule == Rule::gated || rule == Rule::gated_delta, removes = rule == Rule::removal;
-  const bool by_key = rule > Rule::delta && !by_head, by_value = rule == Rule::decay;
-  const bool erases = rule == Rule::delta || rule == Rule::gated_delta || rule == Rule::gated_delta_by_key;
+  const Fades fades = fwp::fades_of(rule);
+  const bool removes = rule == Rule::removal;
   Inputs in;
   Gradients to;
   in.q = view(size.Dk, type), in.k = view(size.Dk, type), in.v = view(size.Dv, type), in.state = states(1);
   to.q = target(size.Dk, type), to.k = target(size.Dk, type), to.v = target(size.Dv, type), to.state = states(1);
-  if (by_head) in.head_decay = view(1, type), to.head_decay = target(1, type);
-  if (by_key) in.key_decay = view(size.Dk, type), to.key_decay = target(size.Dk, type);
-  if (by_value) in.value_decay = view(size.Dv, type), to.value_decay = target(size.Dv, type);
+  if (fades == Fades::kHead) in.head_decay = view(1, type), to.head_decay = target(1, type);
+  if (fades_by_key(fades)) in.key_decay = view(size.Dk, type), to.key_decay = target(size.Dk, type);
+  if (rule == Rule::decay) in.value_decay = view(size.Dv, type), to.value_decay = target(size.Dv, type);
   in.rate = view(1, type);
   if (rule != Rule::sum) to.rate = target(1, type);
   if (removes) {
@@ -123,8 +122,8 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
     to.removal_key = target(size.Dk, of_state), to.removal = target(size.Dk, of_state);
   }
   Backward more;
-  if (erases || removes) more.retrieved = view(size.Dv, of_state);
-  if (rule > Rule::delta) more.kept = states(size.L / kChunk);
+  if (fwp::erases_of(rule) != Erases::kNothing) more.retrieved = view(size.Dv, of_state);
+  if (fades != Fades::kNothing) more.kept = states(size.L / kKeptEvery);
   more.d_out = view(size.Dv, type), more.d_state = states(1);
   const Outputs out{target(size.Dv, type), states(1), const_cast<void*>(more.retrieved.data),
                     const_cast<void*>(more.kept)};

@@ -13,6 +13,7 @@ from subjects import (
     results,
     sample_inputs,
 )
+from test_operator import test_what_the_backward_pass_gets_may_have_any_strides  # noqa: F401, also on a GPU
 
 from fairseq_fwp import ops
 from fairseq_fwp.kernels import self_check

@@ -93,6 +93,17 @@ def test_layouts_may_differ():
     assert_results(found, results(partial(ops.rwkv7_rule, backend="reference"), packed, gradients), **ROUNDED)
 
 
+def test_what_the_backward_pass_gets_may_have_any_strides():
+    """Also what the forward pass has left for it."""
+    inputs = sample_inputs("gated_delta", (1, 2, 70, 16, 6), torch.float32)
+    given = operands("gated_delta", inputs)
+    more = *OPERATOR(*given)[2:], *cotangents(inputs)
+    backward = torch.ops.fwp.fast_weights_backward.default
+    expected = backward(*given, *more)
+    for strided in (lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]], lambda x: torch.stack([x, x], -1)[..., 0]):
+        assert all(map(torch.equal, backward(*given, *map(strided, more)), expected))
+
+
 @looped("backend", ["kernel", "reference"])
 @looped("rule", ["delta", "gated_delta", "gla", "decay", "rwkv7"])
 def test_a_gate_is_in_the_dtype_of_q_or_of_the_state(rule, backend):

@@ -163,7 +163,8 @@ int64_t length_of_start(const Lengths& size, const View& initial) {
 
 }  // namespace
 
-void delta_forward(const Forward& pass) {
+template <>
+void forward<Rule::delta>(const Forward& pass) {
   const int64_t L = pass.size.L, start = length_of_start(pass.size, pass.initial);
   const auto run = [](const Forward& part) {
     const TokenViews& in = part.in;
@@ -175,7 +176,8 @@ void delta_forward(const Forward& pass) {
   if (start < L) run(pass.part(start, L - start, pass.final, pass.final));
 }
 
-void delta_backward(const Backward& pass) {
+template <>
+void backward<Rule::delta>(const Backward& pass) {
   const int64_t L = pass.size.L, start = length_of_start(pass.size, pass.initial);
   const auto run = [](const Backward& part) {
     const TokenViews &in = part.in, &to = part.to;

@@ -1,4 +1,4 @@
-// The passes of the rules, as the operator calls them. Each rule is compiled in its own file.
+// The passes of the rules, as the operator calls them.
 #pragma once
 
 #include "tensors.h"
@@ -21,7 +21,7 @@ struct Forward {
     part.initial = before, part.final = after;
     part.out = tokens_of(out, batch, batches, first, length);
     part.retrieved = tokens_of(retrieved, batch, batches, first, length);
-    part.kept = tokens_of(kept, batch, batches, first / kChunk, length / kChunk);
+    part.kept = tokens_of(kept, batch, batches, first / kKeptEvery, length / kKeptEvery);
     return part;
   }
   Forward part(int64_t first, int64_t length, const View& before, const View& after) const {
@@ -47,7 +47,7 @@ struct Backward {
     part.initial = before, part.d_final = d_after, part.d_initial = d_before;
     part.d_out = tokens_of(d_out, batch, batches, first, length);
     part.retrieved = tokens_of(retrieved, batch, batches, first, length);
-    part.kept = tokens_of(kept, batch, batches, first / kChunk, length / kChunk);
+    part.kept = tokens_of(kept, batch, batches, first / kKeptEvery, length / kKeptEvery);
     return part;
   }
   Backward part(int64_t first, int64_t length, const View& before, const View& d_after,
@@ -56,14 +56,19 @@ struct Backward {
   }
 };
 
-void sum_forward(const Forward& pass);
-void sum_backward(const Backward& pass);
-void delta_forward(const Forward& pass);
-void delta_backward(const Backward& pass);
-// Rules that forget but erase nothing (forget), and rules that retrieve before they write (retrieve).
-void forget_forward(const Forward& pass);
-void forget_backward(const Backward& pass);
-void retrieve_forward(const Forward& pass);
-void retrieve_backward(const Backward& pass);
+// Each kind of rule is compiled in its own file: sum.cpp, delta.cpp, and of rules that forget forget.cpp or, if they
+// retrieve before they write, retrieve.cpp.
+template <Rule rule>
+void forward(const Forward& pass);
+template <Rule rule>
+void backward(const Backward& pass);
+template <>
+void forward<Rule::sum>(const Forward& pass);
+template <>
+void backward<Rule::sum>(const Backward& pass);
+template <>
+void forward<Rule::delta>(const Forward& pass);
+template <>
+void backward<Rule::delta>(const Backward& pass);
 
 }  // namespace fwp::cpu

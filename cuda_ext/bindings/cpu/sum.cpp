@@ -31,13 +31,15 @@ void scan(const Lengths& size, const View& q, const View& k, const View& v, cons
 
 }  // namespace
 
-void sum_forward(const Forward& pass) {
+template <>
+void forward<Rule::sum>(const Forward& pass) {
   const TokenViews& in = pass.in;
   FWP_DISPATCH(pass.item,
                scan<A>(pass.size, in.q, in.k, in.v, pass.initial, false, false, pass.out, pass.final);)
 }
 
-void sum_backward(const Backward& pass) {
+template <>
+void backward<Rule::sum>(const Backward& pass) {
   const TokenViews &in = pass.in, &to = pass.to;
   const View none;
   FWP_DISPATCH(pass.item, {

@@ -10,7 +10,7 @@
 #include "../../../cuda_ext/bindings/cpu/passes.h"
 
 using namespace fwp::cpu;
-using fwp::Lengths;
+using fwp::Erases, fwp::Fades, fwp::Lengths, fwp::Rule;
 using Numbers = std::vector<double>;
 using Named = std::map<std::string, Numbers>;
 
@@ -29,20 +29,21 @@ View empty(const std::array<int64_t, 5>& sizes, int dims, int64_t item) {
 
 struct Kind {
   const char* name;
-  bool head_decay, key_decay, value_decay, rate, erases, removes;
-  decltype(&sum_forward) forward;
-  decltype(&sum_backward) backward;
-  bool forgets() const { return head_decay || key_decay; }
+  Rule rule;
+  Fades fades = fwp::fades_of(rule);
+  bool erases = fwp::erases_of(rule) == Erases::kKey, removes = fwp::erases_of(rule) == Erases::kRemoval;
+  bool head_decay = fades == Fades::kHead, value_decay = fades == Fades::kKeyAndValue;
+  bool key_decay = fades == Fades::kKey || value_decay, forgets = fades != Fades::kNothing, rate = erases || head_decay;
 };
 constexpr Kind kKinds[] = {
-    {"sum", false, false, false, false, false, false, sum_forward, sum_backward},
-    {"delta", false, false, false, true, true, false, delta_forward, delta_backward},
-    {"gla", true, false, false, true, false, false, forget_forward, forget_backward},
-    {"gla by key", false, true, false, false, false, false, forget_forward, forget_backward},
-    {"decay", false, true, true, false, false, false, forget_forward, forget_backward},
-    {"gated delta", true, false, false, true, true, false, retrieve_forward, retrieve_backward},
-    {"gated delta by key", false, true, false, true, true, false, retrieve_forward, retrieve_backward},
-    {"removal", false, true, false, false, false, true, retrieve_forward, retrieve_backward},
+    {"sum", Rule::sum},
+    {"delta", Rule::delta},
+    {"gla", Rule::gated},
+    {"gla by key", Rule::gated_by_key},
+    {"decay", Rule::decay},
+    {"gated delta", Rule::gated_delta},
+    {"gated delta by key", Rule::gated_delta_by_key},
+    {"removal", Rule::removal},
 };
 
 struct Field {
@@ -156,8 +157,8 @@ Named kernel(const Kind& kind, const Lengths& n, const Named& x, const Numbers& 
   const std::array<int64_t, 5> state = {n.B, n.H, n.Dk, n.Dv, 1};
   if (x.count("state")) pass.initial = view_of<A>(x.at("state"), state, 4);
   if (kind.erases || kind.removes) pass.retrieved = empty(n.values(), item);
-  if (kind.forgets()) pass.kept = empty({n.B, n.H, n.L / fwp::kChunk, n.Dk, n.Dv}, 5, item);
-  kind.forward(pass);
+  if (kind.forgets) pass.kept = empty({n.B, n.H, n.L / fwp::kKeptEvery, n.Dk, n.Dv}, 5, item);
+  fwp::with_rule(kind.rule, [&](auto rule) { forward<rule()>(pass); });
   Named found = {{"results", numbers_of<A>(pass.out)}};
   const Numbers states = numbers_of<A>(pass.final);
   found["results"].insert(found["results"].end(), states.begin(), states.end());
@@ -165,7 +166,7 @@ Named kernel(const Kind& kind, const Lengths& n, const Named& x, const Numbers& 
                       view_of<A>({weights.begin(), outputs}, {n.B, n.H, n.L, n.Dv, 1}, 4),
                       view_of<A>({outputs, weights.end()}, state, 4), to,
                       pass.initial.defined() ? empty(n.state(), item) : View()};
-  kind.backward(back);
+  fwp::with_rule(kind.rule, [&](auto rule) { backward<rule()>(back); });
   for (const Field& field : kFields)
     if (x.count(field.name)) found[field.name] = numbers_of<A>(to.*field.member);
   if (pass.initial.defined()) found["state"] = numbers_of<A>(back.d_initial);

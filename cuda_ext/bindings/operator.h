@@ -1,0 +1,176 @@
+// The operator and its backward pass on tensors of any device: checks arguments, converts them to inputs of kernels,
+// allocates results, and converts those to gradients.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "arguments.h"
+#include "autograd.h"
+
+namespace fwp {
+
+// Return x with contiguous vectors, in dtype `type` if given. In most cases this is x itself.
+inline Tensor prepare(const Tensor& x, std::optional<at::ScalarType> type = {}) {
+  const Tensor same = type && x.scalar_type() != *type ? x.to(*type) : x;
+  return same.dim() == 3 || same.stride(-1) == 1 || same.size(-1) == 1 ? same : same.contiguous();
+}
+
+using TokenTensors = TokenTensorsOf<Tensor>;
+
+// An operator cannot return an undefined tensor: a tensor of shape (0,) stands for it.
+inline Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
+
+inline Rule rule_of(const Arguments& given) {
+  if (given.removes()) return Rule::removal;
+  if (given.value_decay) return Rule::decay;
+  if (given.decay && !given.decays_by_head()) return given.erases ? Rule::gated_delta_by_key : Rule::gated_by_key;
+  if (given.decay || (given.rate && !given.erases)) return given.erases ? Rule::gated_delta : Rule::gated;
+  return given.erases ? Rule::delta : Rule::sum;
+}
+
+// Inputs of the kernels. An absent gate that a kernel needs is one. On a CPU all inputs have the dtype of the
+// computation, `type`, and kernels find the head of q and k that a head shares. Otherwise tensors keep their dtype, and
+// shared heads are copied.
+inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::optional<at::ScalarType> type = {}) {
+  const auto ready = [&](const Optional& x) { return x ? prepare(*x, type) : Tensor(); };
+  TokenTensors in;
+  const auto shared = [&](const Tensor& x) {
+    return type || size.Hk == size.H ? x : x.repeat_interleave(size.H / size.Hk, 1);
+  };
+  in.q = prepare(shared(given.q), type), in.k = prepare(shared(given.k), type), in.v = ready(given.v);
+  in.value_decay = ready(given.value_decay);
+  in.rate = ready(given.rate);
+  // The same number for all tokens.
+  const auto ones = [&](at::IntArrayRef sizes) {
+    return (sizes.size() == 3 ? at::ones({}, in.q.options()) : at::ones({sizes[3]}, in.q.options())).expand(sizes);
+  };
+  if (!in.rate.defined() && (given.erases || !type)) in.rate = ones(size.rates());
+  in.removal_key = ready(given.removal_key), in.removal = ready(given.removal);
+  const Rule rule = rule_of(given);
+  if (rule == Rule::sum || rule == Rule::delta) return in;
+  if (rule == Rule::gated || rule == Rule::gated_delta)
+    in.head_decay = given.decay ? ready(given.decay) : ones(size.rates());
+  else if (given.decays_by_head())
+    in.key_decay = ready(given.decay).unsqueeze(-1).expand(size.keys()).contiguous();
+  else
+    in.key_decay = given.decay ? ready(given.decay) : ones(size.keys());
+  return in;
+}
+
+using NineTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// The gradients of the operator's arguments, from those of the kernels' inputs, where q and k have a gradient for each
+// head that shares them. An operator cannot return an undefined tensor: a tensor of shape (0,) stands for the gradient of
+// an absent argument.
+inline NineTensors gradients(const Arguments& given, const Sizes& size, const TokenTensors& to, const Tensor& d_initial) {
+  const auto of = [&](const Optional& x, const Tensor& gradient) {
+    return x ? gradient.to(x->scalar_type()) : at::empty({0}, given.q.options());
+  };
+  Tensor d_decay = to.head_decay.defined() ? to.head_decay : to.key_decay;
+  if (given.decays_by_head() && !to.head_decay.defined()) d_decay = to.key_decay.sum(-1);
+  const auto type = given.q.scalar_type();
+  const auto of_shared = [&](const Tensor& x) {
+    return (size.Hk == size.H ? x : x.unflatten(1, {size.Hk, size.H / size.Hk}).sum(2)).to(type);
+  };
+  return {of_shared(to.q), of_shared(to.k), to.v.to(type), of(given.decay, d_decay), of(given.value_decay, to.value_decay),
+          of(given.rate, to.rate), of(given.removal_key, to.removal_key), of(given.removal, to.removal),
+          of(given.state, d_initial)};
+}
+
+// Inputs and results of the kernels; undefined if a rule does not have them. Results, `retrieved` and `kept` are
+// contiguous; `state`, `first` and `d_state` may have any strides.
+struct Pass {
+  const Sizes size;
+  const Rule rule;
+  const at::ScalarType state_type;
+  const TokenTensors in;
+  const Tensor state, first;
+  Tensor retrieved, kept;
+
+  // `computed`: the dtype of inputs and results, if it is not that of the arguments.
+  Pass(const Arguments& given, const Tensor& values, at::DeviceType device, std::optional<at::ScalarType> computed)
+      : size(checked(given, values, device)), rule(rule_of(given)), state_type(fwp::state_type(given.q)),
+        in(prepare_all(given, size, computed)), state(given.state.value_or(Tensor())),
+        first(given.first.value_or(Tensor())) {}
+
+  Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options()); }
+  Tensor empty_in_state_type(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options().dtype(state_type)); }
+  std::array<int64_t, 5> kept_sizes() const { return {size.B, size.H, size.L / kKeptEvery, size.Dk, size.Dv}; }
+
+ private:
+  static Sizes checked(const Arguments& given, const Tensor& values, at::DeviceType device) {
+    TORCH_CHECK(given.q.device().type() == device, "q must be on ", device, ", where other arguments are, got ",
+                given.q.device());
+    const Sizes size(given.q, values);
+    given.check_all(size);
+    return size;
+  }
+};
+
+struct ForwardPass : Pass {
+  using Pass::Pass;
+  Tensor out, last;
+};
+
+struct BackwardPass : Pass {
+  using Pass::Pass;
+  Tensor d_out, d_state;
+  TokenTensors to;
+  Tensor d_initial;
+};
+
+// `Device` has its type, the dtype that its kernels compute in (see Pass), and run() of both passes.
+template <typename Device>
+std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                        const Optional& decay, const Optional& value_decay,
+                                                        const Optional& rate, const Optional& removal_key,
+                                                        const Optional& removal, const Optional& state,
+                                                        const Optional& first, bool erases) {
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
+  ForwardPass pass(given, v, Device::kType, Device::computed(q));
+  pass.out = pass.empty(pass.size.values()), pass.last = pass.empty_in_state_type(pass.size.state());
+  if (given.retrieves()) pass.retrieved = pass.empty_in_state_type(pass.size.values());
+  if (given.keeps_states()) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
+  Device::run(pass);
+  return {pass.out.to(q.scalar_type()), pass.last, or_nothing(pass.retrieved, pass.last), or_nothing(pass.kept, pass.last)};
+}
+
+template <typename Device>
+NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Optional& v, const Optional& decay,
+                                  const Optional& value_decay, const Optional& rate, const Optional& removal_key,
+                                  const Optional& removal, const Optional& state, const Optional& first,
+                                  bool erases, const Tensor& retrieved, const Tensor& kept, const Optional& grad_out,
+                                  const Optional& grad_state) {
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
+  TORCH_CHECK(erases || v, "v must be given");
+  const auto computed = Device::computed(q);
+  BackwardPass pass(given, v ? *v : retrieved, Device::kType, computed);
+  const Sizes& size = pass.size;
+  if (given.retrieves()) check("retrieved", retrieved, size.values(), pass.state_type, q.device());
+  if (given.keeps_states()) check("kept", kept, pass.kept_sizes(), pass.state_type, q.device());
+  check("grad_out", grad_out, size.values(), q.scalar_type(), q.device());
+  check("grad_state", grad_state, size.state(), pass.state_type, q.device());
+  if (given.retrieves()) pass.retrieved = retrieved.contiguous();
+  if (given.keeps_states()) pass.kept = kept.contiguous();
+  if (grad_out) pass.d_out = prepare(*grad_out, computed);
+  if (grad_state) pass.d_state = *grad_state;
+  pass.to = pass.in.map([](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), x.options()) : Tensor(); });
+  pass.to.q = pass.empty(size.keys()), pass.to.k = pass.empty(size.keys()), pass.to.v = pass.empty(size.values());
+  if (!rate && !erases) pass.to.rate = Tensor();  // nobody wants it
+  if (state) pass.d_initial = pass.empty_in_state_type(size.state());
+  Device::run(pass);
+  return gradients(given, size, pass.to, pass.d_initial);
+}
+
+}  // namespace fwp
+
+// Register the kernels of a device: `key` is its dispatch key.
+#define FWP_OPERATOR(key, Device)                                                \
+  TORCH_LIBRARY_IMPL(fwp, key, m) {                                              \
+    m.impl("fast_weights", &fwp::fast_weights<Device>);                          \
+    m.impl("fast_weights_backward", &fwp::fast_weights_backward<Device>);        \
+  }
