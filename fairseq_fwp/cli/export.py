@@ -1,10 +1,11 @@
-"""fwp-export: write a language model as an ONNX graph, for programs without PyTorch and fairseq.
+"""fwp-export: write a model as an ONNX graph, for programs without PyTorch and fairseq.
 
     fwp-export data-bin/corpus --path checkpoint_best.pt --out exported
     python recipes/onnx/generate.py exported "the memory"
 
 The folder gets model.onnx, which reads tokens after a state; model.json, the names and sizes of its state; and the
-dictionary, dict.txt. --quantize int8 stores matrices in 8 bits, by ONNX Runtime's own tool. Before the folder is
+dictionary, dict.txt. Of a translation model it also gets source.onnx, which reads the source, and source.txt, its
+dictionary. --quantize int8 stores matrices in 8 bits, by ONNX Runtime's own tool. Before the folder is
 written, the graph's log-probabilities are compared with the model's. Needs `pip install ".[onnx]"`.
 """
 
@@ -15,18 +16,21 @@ import shutil
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq import checkpoint_utils
+from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import loading, make_parser, start_logging
 from fairseq_fwp.convert.files import new_folder
-from fairseq_fwp.interop.onnx import OPSET, Entry, to_onnx
+from fairseq_fwp.interop.onnx import OPSET, Entry, to_onnx, translation_to_onnx
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
+from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 
 TOLERANCE = 1e-3  # of log-probabilities in float32; differences are about 1e-5
 PIECE = 64  # tokens that a program should pass in one call, as the result has a row of the vocabulary for each
@@ -36,15 +40,14 @@ def run(args: Namespace) -> None:
     """Export as the arguments say, and print what was written."""
     if args.out.exists():
         raise ValueError(f"--out must be a new folder, got {args.out}, which exists: give another name, or remove it")
-    model, task, _ = loading.load_model(args.path, args.data, {})
-    if not isinstance(model, FwpLanguageModel):
-        raise ValueError(f"{args.path} must be an fwp_lm, got {type(model).__name__}: its states have no form in ONNX")
-    if windows := [layer.window for layer in model.decoder.attentions if getattr(layer, "window", None)]:
-        asked = "its keys and values have no form in ONNX"
-        raise ValueError(f"{args.path} must be trained without --attention-window, got {windows[0]}: {asked}")
-    dictionary = task.source_dictionary
+    model, task = load(args.path, args.data)
+    dictionary, source, memory = task.target_dictionary, None, list[Entry]()
     try:
-        program, entries, many = to_onnx(model.float().eval().decoder)
+        if isinstance(model, FwpTransformerModel):
+            source, program, memory, entries = translation_to_onnx(model)
+            many = False
+        else:
+            program, entries, many = to_onnx(model.decoder)
     except RuntimeError as error:
         raise ValueError(
             f"{args.path} has a part without a form in ONNX: {str(error).strip().splitlines()[0]}"
@@ -58,34 +61,73 @@ def run(args: Namespace) -> None:
             "pad": dictionary.pad(),
             "unk": dictionary.unk(),
             "tokens_per_call": PIECE if many else 1,
+            "memory": [entry._asdict() for entry in memory],
             "state": [entry._asdict() for entry in entries],
         }
         (folder / "model.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         dictionary.save(str(folder / "dict.txt"))
+        if source is not None:
+            source.save(str(folder / "source.onnx"))
+            task.source_dictionary.save(str(folder / "source.txt"))
         if args.bpe_codes:
             shutil.copy(args.bpe_codes, folder / "codes")
-        difference = compare(model, folder, entries, many, len(dictionary))
+        difference = compare(model, folder, entries, memory, many)
         if not difference < TOLERANCE:
             raise ValueError(f"the graph must give the model's log-probabilities, got a difference of {difference:.1e}")
-        if args.quantize:
-            quantize(folder / "model.onnx")
-    pieces = f"{PIECE} tokens or fewer" if many else "one token, as its rule has no operator for several"
-    size = sum(file.stat().st_size for file in args.out.glob("model.onnx*")) / 1e6
+        for path in sorted(folder.glob("*.onnx")) if args.quantize else []:
+            quantize(path)
+    pieces = f"{PIECE} tokens or fewer" if many else "one token"
+    size = sum(file.stat().st_size for file in args.out.glob("*.onnx*")) / 1e6
     print(f"wrote {args.out}: {size:.1f} MB, a call reads {pieces}; log-probabilities differ by {difference:.1e}")
 
 
-def compare(model: Any, folder: Path, entries: list[Entry], many: bool, words: int) -> float:
+def load(path: str, data: str) -> tuple[Any, Any]:
+    """Return the model of a checkpoint, in evaluation mode, and its task. Raises ValueError for one without a form."""
+    arch = loading.architecture(loading.load_state(path)["cfg"])
+    if ARCH_MODEL_REGISTRY.get(arch) is FwpTransformerModel:
+        (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], {"data": data})
+        if model.decoder.cfg.no_cross_attention or model.decoder.cross_self_attention:
+            asked = "trained without --no-cross-attention and --cross-self-attention"
+            raise ValueError(f"{path} must be {asked}: it has no other form in ONNX")
+    else:
+        model, task, _ = loading.load_model(path, data, {})
+        if not isinstance(model, FwpLanguageModel):
+            expected = "must be an fwp_lm or fwp_transformer"
+            raise ValueError(f"{path} {expected}, got {type(model).__name__}: its states have no form in ONNX")
+        if windows := [layer.window for layer in model.decoder.attentions if getattr(layer, "window", None)]:
+            asked = "its keys and values have no form in ONNX"
+            raise ValueError(f"{path} must be trained without --attention-window, got {windows[0]}: {asked}")
+    return model.float().eval(), task
+
+
+def compare(model: Any, folder: Path, entries: list[Entry], memory: list[Entry], many: bool) -> float:
     """Return the greatest difference of log-probabilities, over calls that continue from each other's states."""
-    tokens = torch.randint(model.decoder.padding_idx + 1, words, (3, 12), generator=torch.Generator().manual_seed(1))
-    found = read_pieces(folder, entries, tokens.split([7, 1, 3, 1] if many else 1, dim=1))
+    import onnxruntime
+
+    draw = torch.Generator().manual_seed(1)
+    words, kept = len(model.decoder.dictionary), {}
+    tokens = torch.randint(model.decoder.padding_idx + 1, words, (3, 12), generator=draw)
     with torch.no_grad():
-        features, _ = model.decoder.step(tokens, None, 0)
-        expected = model.decoder.adaptive_softmax.get_log_prob(features, None)
+        if memory:
+            source = torch.randint(4, len(model.encoder.dictionary), (3, 9), generator=draw)
+            expected = model.get_normalized_probs(model(source, None, tokens), log_probs=True)
+            session = onnxruntime.InferenceSession(folder / "source.onnx", providers=["CPUExecutionProvider"])
+            found = session.run(None, {"tokens": source.numpy()})
+            kept = dict(zip((entry.name for entry in memory), found, strict=True))
+        else:
+            features, _ = model.decoder.step(tokens, None, 0)
+            expected = model.decoder.adaptive_softmax.get_log_prob(features, None)
+    found = read_pieces(folder, entries, tokens.split([7, 1, 3, 1] if many else 1, dim=1), kept)
     return float((found - expected).abs().max())
 
 
-def read_pieces(folder: Path, entries: list[Entry], pieces: Sequence[Tensor]) -> Tensor:
-    """Return the log-probabilities (B, L, V) of the graph in a folder, for pieces (B, ...) of L tokens in all."""
+def read_pieces(
+    folder: Path, entries: list[Entry], pieces: Sequence[Tensor], memory: Mapping[str, Any] | None = None
+) -> Tensor:
+    """Return the log-probabilities (B, L, V) of the graph in a folder, for pieces (B, ...) of L tokens in all.
+
+    memory: of a translation's source.
+    """
     import onnxruntime
 
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
@@ -94,7 +136,7 @@ def read_pieces(folder: Path, entries: list[Entry], pieces: Sequence[Tensor]) ->
     found: list[Tensor] = []
     for piece in pieces:
         given = dict(zip((entry.name for entry in entries), state, strict=True))
-        log_probs, *state = session.run(None, {"tokens": piece.numpy(), **given})
+        log_probs, *state = session.run(None, {"tokens": piece.numpy(), **given, **(memory or {})})
         found.append(torch.from_numpy(log_probs))
     return torch.cat(found, 1)
 
@@ -107,7 +149,7 @@ def quantize(path: Path) -> None:
     logging.disable(logging.WARNING)  # a line for every tensor that stays as it is, and advice for other graphs
     quantize_dynamic(path, smaller, weight_type=QuantType.QInt8)
     logging.disable(logging.NOTSET)
-    for file in path.parent.glob("model.onnx*"):
+    for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
     smaller.rename(path)
 
@@ -115,8 +157,8 @@ def quantize(path: Path) -> None:
 def parser() -> argparse.ArgumentParser:
     made = make_parser(__doc__)
     add = made.add_argument
-    add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
-    add("--path", required=True, help="the checkpoint of a language model")
+    add("data", help="folder that fairseq-preprocess has written, with the dictionaries of the training")
+    add("--path", required=True, help="the checkpoint of a language model or of a translation model")
     add("--out", required=True, type=loading.output_folder, metavar="FOLDER", help="new folder for the graph")
     add("--bpe-codes", type=Path, metavar="FILE", help="codes of subword-nmt, for the folder")
     add("--quantize", choices=["int8"], help="store matrices in 8 bits")

@@ -1,13 +1,16 @@
-"""Language models as ONNX graphs, which run where PyTorch and fairseq are not.
+"""Models as ONNX graphs, which run where PyTorch and fairseq are not.
 
 A graph reads tokens (B, L) after a state, and returns their log-probabilities (B, L, V) and the state after them. Its
 memories are those of the model: of constant size, if all attention is fast weights. ONNX Runtime has a kernel for
 rules that add, decay or correct (`com.microsoft.LinearAttention`); with other rules a graph reads one token at a time.
 
+In translation a second graph reads the source, and returns what the decoder's attention keeps of it: a memory, or with
+softmax its keys and values. The decoder's graph takes them before the state, and reads one token at a time.
+
 Needs the packages onnx and onnxscript.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,17 +41,21 @@ class Entry(NamedTuple):
 class _Reader(nn.Module):
     """Reads tokens after a state that is given, and returned, as separate tensors."""
 
-    def __init__(self, decoder: Any, state: Any) -> None:
+    def __init__(self, model: Any, state: Any) -> None:
         super().__init__()
-        self.decoder = decoder
+        self.model = model
         leaves, self.structure = pytree.tree_flatten(state)
         self.is_tensor = [x is not None for x in leaves]
 
     def forward(self, tokens: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if is_tensor else None for is_tensor in self.is_tensor]
-        x, state = self.decoder.step(tokens, pytree.tree_unflatten(leaves, self.structure), 0)
-        return self.decoder.adaptive_softmax.get_log_prob(x, None), *_tensors(state)
+        log_probs, state = self.read(tokens, pytree.tree_unflatten(leaves, self.structure))
+        return log_probs, *_tensors(state)
+
+    def read(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        x, state = self.model.step(tokens, state, 0)
+        return self.model.adaptive_softmax.get_log_prob(x, None), state
 
 
 def to_onnx(decoder: Any) -> tuple[Any, list[Entry], bool]:
@@ -69,6 +76,146 @@ def to_onnx(decoder: Any) -> tuple[Any, list[Entry], bool]:
                 return _export(reader, tokens[:, :1], after, entries, many=False), entries, False
     finally:
         decoder.reads_padding = True
+
+
+class _Cache(NamedTuple):
+    """Keys and values (B, H, S, d) of softmax attention."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class _Translating(NamedTuple):
+    """What a translation's decoder is given: of each layer what it keeps of the source, and its own state."""
+
+    memory: tuple[Any, ...]
+    layers: tuple[Any, ...]
+    positions: Tensor
+
+
+class _Source(nn.Module):
+    """Reads a source (B, S): the encoder, and the parts of the decoder's layers that read its output only."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> list[Tensor]:
+        return _tensors(self.read(tokens))
+
+    def read(self, tokens: Tensor) -> tuple[Any, ...]:
+        encoder = self.model.encoder
+        x = encoder.forward_embedding(tokens)[0].transpose(0, 1)
+        for layer in encoder.layers:
+            x = layer(x, None)
+        if encoder.layer_norm is not None:
+            x = encoder.layer_norm(x)
+        return tuple(_remember(layer.encoder_attn, x.transpose(0, 1)) for layer in self.model.decoder.layers)
+
+
+def _remember(attention: Any, source: Tensor) -> Any:
+    """Return what attention to a source (B, S, D) keeps of it."""
+    if hasattr(attention, "summarize"):
+        return attention.summarize(source)
+    heads = (attention.num_heads, attention.head_dim)
+    projections = (attention.k_proj, attention.v_proj)
+    keys_values = (projection(source).unflatten(2, heads).transpose(1, 2) for projection in projections)
+    return _Cache(*(x.contiguous() for x in keys_values))  # fairseq's attention takes views of them
+
+
+class _Translation(_Reader):
+    """Reads one token of a translation (B, 1), as fairseq's decoder in generation."""
+
+    def __init__(self, model: Any, memory: tuple[Any, ...]) -> None:
+        decoder, rows = model.decoder, len(pytree.tree_leaves(memory)[0])
+        layers = tuple(_empty(layer.self_attn, rows, decoder.embed_dim) for layer in decoder.layers)
+        start = _Translating(memory, layers, torch.zeros(rows, dtype=torch.long))
+        super().__init__(model, start)
+        self.start = start
+
+    def read(self, tokens: Tensor, state: _Translating) -> tuple[Tensor, Any]:
+        decoder, positions = self.model.decoder, state.positions.unsqueeze(1)
+        x = decoder.embed_scale * decoder.embed_tokens(tokens)
+        if decoder.project_in_dim is not None:
+            x = decoder.project_in_dim(x)
+        if hasattr(decoder.embed_positions, "sinusoids"):
+            x = x + decoder.embed_positions.sinusoids(positions)
+        elif decoder.embed_positions is not None:  # fairseq's table begins with rows up to that of padding
+            x = x + nn.functional.embedding(positions + decoder.padding_idx + 1, decoder.embed_positions.weight)
+        if decoder.layernorm_embedding is not None:
+            x = decoder.layernorm_embedding(x)
+        x, after = x.transpose(0, 1), []
+        for layer, memory, own in zip(decoder.layers, state.memory, state.layers, strict=True):
+            kept: dict[str, Any] = {}
+            _give(layer.self_attn, kept, own)
+            source = x  # softmax attention does not read it, as it has its keys and values
+            if isinstance(memory, _Cache):
+                _give(layer.encoder_attn, kept, memory)
+            else:
+                source = _memory_of(self.model.encoder.memory_type, memory)
+            x, _, _ = layer(x, source, None, kept)
+            after.append(_take(layer.self_attn, kept))
+        x = x if decoder.layer_norm is None else decoder.layer_norm(x)
+        x = x.transpose(0, 1)
+        if decoder.project_out_dim is not None:
+            x = decoder.project_out_dim(x)
+        log_probs = decoder.get_normalized_probs((decoder.output_layer(x), None), log_probs=True)
+        return log_probs, (after, state.positions + 1)
+
+
+def _memory_of(kind: type[Any], state: Any) -> Any:
+    """Return a memory with this state for every attention: in a graph that is being made, modules have other names."""
+    return type("OfAny", (kind,), {"__getitem__": lambda self, attention: state})()
+
+
+def _empty(attention: Any, rows: int, dim: int) -> Any:
+    """Return the state of self-attention before the first token."""
+    if hasattr(attention, "attention"):
+        return attention.attention(torch.zeros(rows, 0, dim))[1]
+    return _Cache(*(torch.zeros(rows, attention.num_heads, 0, attention.head_dim) for _ in _Cache._fields))
+
+
+def _give(attention: Any, kept: dict[str, Any], state: Any) -> None:
+    """Put a state where fairseq's layer looks for it while it decodes."""
+    if isinstance(state, _Cache):
+        attention._set_input_buffer(kept, {"prev_key": state.keys, "prev_value": state.values})
+    else:
+        attention.set_incremental_state(kept, "state", state)
+
+
+def _take(attention: Any, kept: dict[str, Any]) -> Any:
+    if hasattr(attention, "attention"):
+        return attention.get_incremental_state(kept, "state")
+    buffer = attention._get_input_buffer(kept)
+    return _Cache(buffer["prev_key"], buffer["prev_value"])
+
+
+def translation_to_onnx(model: Any) -> tuple[Any, Any, list[Entry], list[Entry]]:
+    """Return the graphs of the source and of a step of the decoder, what the first gives the second, and its state.
+
+    model: an `fwp_transformer` in evaluation mode, float32, on a CPU, with attention to the source.
+    RuntimeError: a part of it has no form in ONNX.
+    """
+    tokens = torch.full((2, 3), model.decoder.padding_idx + 1)
+    with torch.no_grad():
+        source = _Source(model)
+        short, memory = (source.read(part) for part in (tokens[:, :1], tokens))
+        reader = _Translation(model, memory)
+        state = reader.start
+        for _ in range(3):
+            _, (layers, positions) = reader.read(tokens[:, :1], state)
+            state = _Translating(memory, tuple(layers), positions)
+        before = reader.start._replace(memory=short)
+        entries = _entries(before, state)
+        of_memory = [entry for entry in entries if entry.name.startswith("memory")]
+        of_state = entries[len(of_memory) :]
+        encoder = _program(source, (tokens,), ({0: _BATCH, 1: _SOURCE},), ["tokens"], [x.name for x in of_memory])
+        return (
+            encoder,
+            _export(reader, tokens[:, :1], state, of_state, many=False, memory=of_memory),
+            of_memory,
+            of_state,
+        )
 
 
 def _entries(start: Any, after: Any) -> list[Entry]:
@@ -93,20 +240,26 @@ def _tensors(state: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(state) if x is not None]
 
 
-def _export(reader: _Reader, tokens: Tensor, state: Any, entries: list[Entry], many: bool) -> Any:
-    batch, length, seen = map(torch.export.Dim, ("batch", "length", "seen"))
-    of_state = tuple({0: batch} | ({entry.grows: seen} if entry.grows else {}) for entry in entries)
-    shapes = ({0: batch} | ({1: length} if many else {}), of_state)
-    program = torch.export.export(reader, (tokens, *_tensors(state)), dynamic_shapes=shapes, strict=False)
+_BATCH, _LENGTH, _SEEN, _SOURCE = map(torch.export.Dim, ("batch", "length", "seen", "source"))
+
+
+def _export(
+    reader: _Reader, tokens: Tensor, state: Any, entries: list[Entry], many: bool, memory: Sequence[Entry] = ()
+) -> Any:
+    """Return the graph of a reader; memory: what it is given and does not return, before the state."""
+    sizes = [(entry, _SOURCE) for entry in memory] + [(entry, _SEEN) for entry in entries]
+    of_state = tuple({0: _BATCH} | ({entry.grows: size} if entry.grows else {}) for entry, size in sizes)
+    shapes = ({0: _BATCH} | ({1: _LENGTH} if many else {}), of_state)
+    names = ["tokens", *(entry.name for entry, _ in sizes)]
+    after = ["log_probs", *(f"next.{entry.name}" for entry in entries)]
+    return _program(reader, (tokens, *_tensors(state)), shapes, names, after)
+
+
+def _program(module: nn.Module, given: tuple[Tensor, ...], shapes: Any, inputs: list[str], outputs: list[str]) -> Any:
+    program = torch.export.export(module, given, dynamic_shapes=shapes, strict=False)
     program = program.run_decompositions(_translations())
-    names = [entry.name for entry in entries]
     return torch.onnx.export(
-        program,
-        dynamo=True,
-        opset_version=OPSET,
-        input_names=["tokens", *names],
-        output_names=["log_probs", *(f"next.{name}" for name in names)],
-        verbose=False,
+        program, dynamo=True, opset_version=OPSET, input_names=inputs, output_names=outputs, verbose=False
     )
 
 
@@ -114,7 +267,7 @@ def _translations() -> dict[Any, Callable[..., Any]]:
     """Return what stands for our operators in a graph: an operator of ONNX Runtime, or the definition for one token."""
     found: dict[Any, Callable[..., Any]] = {
         torch.ops.fwp.fast_weights.default: _linear_attention,
-        torch.ops.fwp.causal_conv1d.default: convolution._definition,
+        torch.ops.fwp.causal_conv1d.default: convolution.definition,
     }
     for rule in RULES:
         if rule.family is None:

@@ -25,12 +25,13 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, sequenc
     wide = state_dtype(x.dtype)
     given: list[Any] = [None if y is None else y.to(wide).contiguous() for y in (x, weight.t(), bias)]
     given.append(None if sequence is None else sequence.long().contiguous())
-    compute = _definition if is_transformed() else _forward  # operators have no forward mode, and no vmap
+    compute = definition if is_transformed() else _forward  # operators have no forward mode, and no vmap
     out: Tensor = compute(*given).to(x.dtype)
     return out
 
 
-def _definition(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -> Tensor:
+def definition(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -> Tensor:
+    """Return the same in PyTorch; weight: (W, D)."""
     parts = (part * w for part, w in zip(_parts(x, weight, sequence), weight, strict=True))
     return sum(parts, x.new_zeros(()) if bias is None else bias)
 
@@ -63,7 +64,7 @@ def _backward(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tens
         return torch.ops.fwp.causal_conv1d_backward(x, weight, sequence, grad_out)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        return _definition(x, weight, None, sequence)
+        return definition(x, weight, None, sequence)
 
     return torch.func.vjp(product, x, weight)[1](grad_out)
 

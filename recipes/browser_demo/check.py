@@ -28,7 +28,7 @@ def main():
         sys.exit("check.py: Chromium must be installed, such as the package chromium of Debian")
     program = runpy.run_path(str(Path(__file__).parents[1] / "onnx/generate.py"))
     model = program["Model"](given.folder / "model")
-    expected = list(program["sample"](model, model.encode(TEXT), TOKENS, 1, 1.0, 1))
+    expected = list(program["sample"](model, *model.begin(TEXT), TOKENS, 1, 1.0, 1))
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):

@@ -1,10 +1,12 @@
 """Write text with a model that `fwp-export` has written, without PyTorch and fairseq: numpy and onnxruntime only.
 
     python generate.py FOLDER "the memory" [--tokens 40] [--beam 5 | --sample 40] [--temperature 0.8] [--seed 1]
+    python generate.py FOLDER --lines FILE --beam 5  # translate or continue each line
     python generate.py FOLDER --measure     # time of a token and memory after 256 to 16,384 tokens
     python generate.py FOLDER --score FILE  # perplexity of a text, a sentence a line
 
 Words are those of the training text, separated by blanks. If the folder has BPE codes, they are split into its parts.
+A translation model translates the text; a language model continues it.
 """
 
 import argparse
@@ -21,35 +23,52 @@ import onnxruntime
 
 
 class Model:
-    """A graph with its dictionary. A state is a list of arrays; the first dimension of each is the row."""
+    """A graph with its dictionary. A state is a list of arrays; the first dimension of each is the row.
+
+    In translation it begins with the memory of the source, which a second graph makes and the first does not change.
+    """
 
     def __init__(self, folder, threads=1):
+        check_files(folder, "model.json", "model.onnx", "dict.txt")
         self.about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
         self.eos, self.pad, self.unk = (self.about[name] for name in ("eos", "pad", "unk"))
-        lines = (folder / "dict.txt").read_text(encoding="utf-8").splitlines()
-        # fairseq's dictionary: four symbols, then the file's words, then fillers up to a multiple of eight.
-        self.words = ["<s>", "<pad>", "</s>", "<unk>", *(line.rsplit(" ", 1)[0] for line in lines)]
-        self.numbers = {word: number for number, word in enumerate(self.words)}
+        self.memory = self.about.get("memory", [])
+        check_files(folder, *(["source.onnx", "source.txt"] if self.memory else []))
+        self.words = read_words(folder / "dict.txt")
+        self.given = read_words(folder / "source.txt") if self.memory else self.words
+        self.numbers = {word: number for number, word in enumerate(self.given)}
         codes = folder / "codes"
         merges = codes.read_text(encoding="utf-8").splitlines()[1:] if codes.is_file() else None
         self.ranks = merges and {tuple(pair.split(" ")): rank for rank, pair in enumerate(merges)}
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        path = str(folder / "model.onnx")
-        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.session = open_graph(folder / "model.onnx", threads)
+        self.source = open_graph(folder / "source.onnx", threads) if self.memory else None
 
     def start(self, rows=1):
-        """Return the state before the first token."""
+        """Return the state before the first token, without a source."""
         return [np.zeros((rows, *part["start"][1:]), part["dtype"]) for part in self.about["state"]]
+
+    def begin(self, text):
+        """Return the tokens (1, L) that the model reads first, and the state before them."""
+        tokens = self.encode(text)
+        if not self.memory:
+            return tokens, self.start()
+        # fairseq's encoder reads the end of a line last, its decoder first.
+        return tokens[:, :1], [*self.source.run(None, {"tokens": np.roll(tokens, -1, 1)}), *self.start()]
 
     def read(self, tokens, state):
         """Read tokens (B, L); return the log-probabilities (B, L, V) of what follows each, and the new state."""
-        found = []
+        found, parts = [], [*self.memory, *self.about["state"]]
+        for part, x in zip(parts, state, strict=True):
+            expected = [len(tokens), *part["start"][1:]]
+            sizes = [size for n, size in enumerate(x.shape) if n != part["grows"]]
+            if len(x.shape) != len(expected) or sizes != [s for n, s in enumerate(expected) if n != part["grows"]]:
+                raise ValueError(f"{part['name']} of the state must have the shape {expected}, got {list(x.shape)}")
         for first in range(0, tokens.shape[1], self.about["tokens_per_call"]):
             piece = tokens[:, first : first + self.about["tokens_per_call"]]
-            given = {part["name"]: x for part, x in zip(self.about["state"], state, strict=True)}
-            log_probs, *state = self.session.run(None, {"tokens": piece, **given})
+            given = {part["name"]: x for part, x in zip(parts, state, strict=True)}
+            log_probs, *after = self.session.run(None, {"tokens": piece, **given})
             found.append(log_probs)
+            state = [*state[: len(self.memory)], *after]
         return np.concatenate(found, 1), state
 
     def encode(self, text):
@@ -77,10 +96,34 @@ class Model:
         return " ".join(self.words[token] for token in tokens).replace("@@ ", "")
 
 
-def sample(model, tokens, length, top, temperature, seed):
+def check_files(folder, *names):
+    """End the program if the folder lacks one of these files."""
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        sys.exit(f"generate.py: the folder must be one of fwp-export, got {folder} without {', '.join(missing)}")
+
+
+def read_words(path):
+    """Return the words of fairseq's dictionary: four symbols, then those of the file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return ["<s>", "<pad>", "</s>", "<unk>", *(line.rsplit(" ", 1)[0] for line in lines)]
+
+
+def open_graph(path, threads):
+    """Return a session of ONNX Runtime. Ends the program if it cannot read the file."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # its error is shown below
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # of another opset, or damaged; ONNX Runtime has a class of its own for each
+        said = " ".join(str(error).split())[:200]
+        sys.exit(f"generate.py: {path} must be a graph that onnxruntime {onnxruntime.__version__} can read: {said}")
+
+
+def sample(model, tokens, state, length, top, temperature, seed):
     """Yield tokens, each drawn from the `top` most probable; top = 1: the most probable."""
     draw = np.random.default_rng(seed)
-    log_probs, state = model.read(tokens, model.start())
+    log_probs, state = model.read(tokens, state)
     for _ in range(length):
         scores = log_probs[0, -1].astype(np.float64) / temperature
         scores[model.pad] = -np.inf
@@ -93,12 +136,12 @@ def sample(model, tokens, length, top, temperature, seed):
         log_probs, state = model.read(np.array([[token]]), state)
 
 
-def beam_search(model, tokens, length, size):
+def beam_search(model, tokens, state, length, size):
     """Return the `size` best endings of at most `length` tokens, as (score a token, tokens), as fairseq finds them.
 
     The score counts the given tokens, too.
     """
-    log_probs, state = model.read(tokens, model.start())
+    log_probs, state = model.read(tokens, state)
     given, past = tokens.shape[1] - 1, np.take_along_axis(log_probs[0, :-1], tokens[0, 1:, None], 1).sum()
     log_probs, state = np.repeat(log_probs[:, -1], size, 0), [np.repeat(x, size, 0) for x in state]
     rows, sums, done = [[] for _ in range(size)], np.array([past] + [-np.inf] * (size - 1)), []
@@ -161,8 +204,11 @@ def measure(model):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("text", nargs="?", default="", help="what the model continues; nothing: a new line")
-    parser.add_argument("--tokens", type=int, default=40, help="at most so many (default 40)")
+    parser.add_argument("text", nargs="?", default="", help="what the model translates or continues; none: a new line")
+    parser.add_argument(
+        "--lines", type=Path, metavar="FILE", help="a text a line, for each of which the best is printed"
+    )
+    parser.add_argument("--tokens", type=int, help="at most so many (default 40, in translation 200)")
     parser.add_argument("--beam", type=int, help="print the best endings of a beam search of this size")
     parser.add_argument("--sample", type=int, default=1, metavar="K", help="draw from the K most probable words (1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of --sample (default 1)")
@@ -176,21 +222,32 @@ def main():
             parser.error(f"--{name} must be at least 1, got {getattr(given, name)}")
     if given.temperature <= 0:
         parser.error(f"--temperature must be above 0, got {given.temperature}")
-    if missing := [name for name in ("model.onnx", "model.json", "dict.txt") if not (given.folder / name).is_file()]:
-        sys.exit(f"generate.py: the folder must be one of fwp-export, got {given.folder} without {', '.join(missing)}")
+    if file := next((path for path in (given.lines, given.score) if path and not path.is_file()), None):
+        sys.exit(f"generate.py: the text must be a file, got {file}")
     model = Model(given.folder, given.threads)
+    length = given.tokens or (200 if model.memory else 40)
+    if model.memory and (given.measure or given.score):
+        parser.error("--measure and --score must be left out with a translation model")
     if given.measure:
         measure(model)
     elif given.score:
         print(f"perplexity {score(model, given.score):.2f}")
-    elif given.beam:
-        for found, tokens in beam_search(model, model.encode(given.text), given.tokens, given.beam):
-            print(f"{found:.4f}\t{model.decode(tokens)}")
     else:
-        drawn = sample(model, model.encode(given.text), given.tokens, given.sample, given.temperature, given.seed)
-        for token in drawn:
-            print(f"{model.words[token]} ".replace("@@ ", ""), end="", flush=True)
-        print()
+        for text in given.lines.read_text(encoding="utf-8").splitlines() if given.lines else [given.text]:
+            write(model, text, length, given)
+
+
+def write(model, text, length, given):
+    """Print what the model makes of a text: of a file's lines the best only."""
+    tokens, state = model.begin(text)
+    if given.beam:
+        best = beam_search(model, tokens, state, length, given.beam)
+        for found, tokens in best[:1] if given.lines else best:
+            print(f"{found:.4f}\t{model.decode(tokens)}", flush=True)
+        return
+    for token in sample(model, tokens, state, length, given.sample, given.temperature, given.seed):
+        print(f"{model.words[token]} ".replace("@@ ", ""), end="", flush=True)
+    print()
 
 
 if __name__ == "__main__":

@@ -4,20 +4,35 @@ import copy
 import json
 import random
 import runpy
+import shutil
+import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cli.test_eval_lm import prepare_random_text, train_model
 from fairseq import checkpoint_utils
 from fairseq.sequence_generator import SequenceGenerator
+from models.test_fwp_transformer import KINDS as TRANSLATIONS
+from models.test_fwp_transformer import scores_of
 from pairwise import looped
 from refusals import refused
-from small_models import LANGUAGE_MODELS, build, random_tokens
+from small_models import (
+    LANGUAGE_MODELS,
+    SMALL_TRANSLATION,
+    build,
+    build_model,
+    build_translation,
+    make_dictionary,
+    random_tokens,
+)
 
 from fairseq_fwp.cli import eval_lm, export
-from fairseq_fwp.interop.onnx import to_onnx
+from fairseq_fwp.convert import files
+from fairseq_fwp.interop.onnx import to_onnx, translation_to_onnx
 
 pytest.importorskip("onnxruntime")
 GENERATE = Path(__file__).parents[2] / "recipes/onnx/generate.py"
@@ -47,6 +62,29 @@ def test_a_graph_in_pieces_gives_the_log_probabilities_of_the_model(kind, tmp_pa
         )
     error, of_model = ((x - truth).abs().max().item() for x in (found, ours))
     # ONNX Runtime's kernel rounds more often. dpfp divides by small sums, so single scores of the model are off, too.
+    assert error <= max(1e-4, 20 * of_model), (error, of_model)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=() if x in ("rule-delta", "decoder") else pytest.mark.slow) for x in TRANSLATIONS]
+)
+def test_a_step_of_translation_gives_the_log_probabilities_of_the_model(kind, tmp_path):
+    """Also for a long translation, and a source and rows of other numbers than in the export."""
+    import onnxruntime
+
+    exact = build_translation(**{**TRANSLATIONS[kind], "fwp_backend": "auto"})
+    model = copy.deepcopy(exact).float()
+    source, step, memory, entries = translation_to_onnx(model)
+    source.save(str(tmp_path / "source.onnx"))
+    step.save(str(tmp_path / "model.onnx"))
+    text, tokens = random_tokens(3, 7), random_tokens(3, 60)
+    session = onnxruntime.InferenceSession(tmp_path / "source.onnx", providers=["CPUExecutionProvider"])
+    kept = dict(zip((x.name for x in memory), session.run(None, {"tokens": text.numpy()}), strict=True))
+    assert all(entry.grows is None for entry in memory) == (TRANSLATIONS[kind].get("cross_feature_map") != "softmax")
+    found = export.read_pieces(tmp_path, entries, tokens.split(1, 1), kept)
+    with torch.no_grad():
+        truth, ours = scores_of(exact, text, tokens), model(text, None, tokens)[0].log_softmax(-1)
+    error, of_model = ((x - truth).abs().max().item() for x in (found, ours))
     assert error <= max(1e-4, 20 * of_model), (error, of_model)
 
 
@@ -89,7 +127,7 @@ def test_beam_search_is_that_of_fairseq(models, text, size):
     ours, model, dictionary = models
     prompt = ours.encode(text)
     assert ours.words[: len(dictionary)] == dictionary.symbols
-    found = beam_search(ours, prompt, 12, size)
+    found = beam_search(ours, *ours.begin(text), 12, size)
     longest = 12 + prompt.shape[1] - 1
     generator = SequenceGenerator([model], dictionary, beam_size=size, max_len_a=0, max_len_b=longest)
     start = torch.full((1, 1), dictionary.eos())
@@ -103,9 +141,10 @@ def test_beam_search_is_that_of_fairseq(models, text, size):
 
 def test_greedy_search_scores_and_eight_bits(models, folder):
     ours, _, _ = models
-    best = list(sample(ours, ours.encode("w1"), 12, 1, 1.0, 1))
-    assert best == beam_search(ours, ours.encode("w1"), len(best), 1)[0][1]
-    drawn = [list(sample(ours, ours.encode("w1"), 12, 9, 1.0, seed)) for seed in (1, 1, 2)]
+    given = ours.begin("w1")
+    best = list(sample(ours, *given, 12, 1, 1.0, 1))
+    assert best == beam_search(ours, *given, len(best), 1)[0][1]
+    drawn = [list(sample(ours, *given, 12, 9, 1.0, seed)) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     perplexity, out = score(ours, folder / "test.txt"), folder / "score.json"
     path = str(folder / "gated_delta_lm_wt103/checkpoint_last.pt")
@@ -132,13 +171,87 @@ def test_words_are_split_as_by_subword_nmt(models, tmp_path):
         assert [" ".join(ours.split(word)) for word in words] == [expected.process_line(word) for word in words]
 
 
+@looped("cross", ["elu", "softmax"])
+def test_translations_are_those_of_fairseq(cross, tmp_path):
+    """By beam and greedy search, of sources of different lengths and unknown words."""
+    folder = tmp_path / cross
+    flags = {**SMALL_TRANSLATION, "share_all_embeddings": True, "cross_feature_map": cross, "sum_normalization": True}
+    model = build_translation(**flags).float()
+    with torch.no_grad():
+        model.decoder.embed_tokens.weight.normal_(std=0.5)  # so that its sentences differ
+    weights = {name: x for name, x in model.state_dict().items() if "version" not in name and "_float" not in name}
+    words = dict.fromkeys(("en", "de"), make_dictionary(50).symbols[4:])
+    files.write(files.Conversion("fwp_transformer", flags, weights, words, []), folder)
+    path, out = str(folder / "checkpoint.pt"), tmp_path / f"{cross}-onnx"
+    export.main([str(folder), "--path", path, "--out", str(out)])
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], {"data": str(folder)})
+    ours, dictionary, lines = Model(out), task.target_dictionary, ["w3 w4 w5 unknown", "w9", "w7 w7 w8 w20 w21 w1"]
+    (tmp_path / "lines").write_text("\n".join(lines), encoding="utf-8")
+    for size in (1, 4):
+        generator = SequenceGenerator([model.eval()], dictionary, beam_size=size, max_len_b=12)
+        best = []
+        for line in lines:
+            source = task.source_dictionary.encode_line(line, add_if_not_exist=False).long().unsqueeze(0)
+            given = {"net_input": {"src_tokens": source, "src_lengths": torch.tensor([source.shape[1]])}}
+            (expected,) = generator.generate([model], given)
+            found = beam_search(ours, *ours.begin(line), 12, size)
+            assert [[*tokens, 2] for _, tokens in found] == [x["tokens"].tolist() for x in expected]
+            assert [points for points, _ in found] == pytest.approx([x["score"].item() for x in expected], abs=1e-5)
+            best.append(ours.decode(found[0][1]))
+        command = [sys.executable, GENERATE, out, "--lines", tmp_path / "lines", "--beam", size, "--tokens", 12]
+        said = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True).stdout
+        assert [line.split("\t")[1] for line in said.splitlines()] == best
+
+
+def test_a_state_of_the_wrong_shape(models):
+    ours, (tokens, state) = models[0], models[0].begin("w1")
+    wrong = [state[0][:, :1], *state[1:]]
+    with pytest.raises(
+        ValueError, match=r"layers\[0\].weights of the state must have the shape \[1, 2, 8, 8\], got \["
+    ):
+        ours.read(tokens, wrong)
+    with pytest.raises(ValueError, match="of the state must have the shape"):
+        ours.read(np.repeat(tokens, 2, 0), state)
+
+
+def test_files_that_cannot_be_read(folder, tmp_path):
+    """The program without PyTorch ends with one sentence: without a file, of another opset, and of a damaged graph."""
+    import onnx
+
+    def says(*given):
+        found = subprocess.run([sys.executable, str(GENERATE), *map(str, given)], capture_output=True, text=True)
+        assert found.returncode and found.stderr.count("\n") == 1, found.stderr
+        return found.stderr
+
+    assert "one of fwp-export, got" in says(tmp_path)
+    assert "text must be a file" in says(folder / "exported", "--lines", tmp_path / "none")
+    shutil.copytree(folder / "exported", tmp_path / "other")
+    graph = onnx.load(tmp_path / "other/model.onnx")
+    for part in graph.opset_import:
+        part.version = 99
+    onnx.save(graph, tmp_path / "other/model.onnx")
+    assert "model.onnx must be a graph that onnxruntime" in says(tmp_path / "other", "w1")
+    (tmp_path / "other/model.onnx").write_bytes(b"0123")
+    assert "model.onnx must be a graph that onnxruntime" in says(tmp_path / "other", "w1")
+    (tmp_path / "other/dict.txt").unlink()
+    assert "without dict.txt" in says(tmp_path / "other", "w1")
+
+
 def test_refusals(folder, tmp_path, monkeypatch):
     path = folder / "gated_delta_lm_wt103/checkpoint_last.pt"
     says = "--out must be a new folder, got .*, which exists"
     refused(export.main, folder / "data", "--path", path, "--out", tmp_path, says=says)
     xl = folder / "fwp_xl_lm/checkpoint_last.pt"
-    refused(export.main, folder / "data", "--path", xl, "--out", tmp_path / "new", says="must be an fwp_lm")
+    refused(export.main, folder / "data", "--path", xl, "--out", tmp_path / "new", says="must be an fwp_lm or fwp_tr")
+    refused(export.main, folder / "data", "--path", tmp_path / "no.pt", "--out", tmp_path / "new", says="no checkpoint")
     refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "no/new", says="in a folder that exists")
+    for flags, says in (({"attention_window": 3}, "without --attention-window, got 3"), ({}, "a part without a form")):
+        model, task = build_model("softmax_lm_wt103", **flags), Namespace(target_dictionary=make_dictionary(50))
+        if not flags:
+            model.decoder.layers[0].fc1.forward = lambda x: x * float(x.sum())
+        with monkeypatch.context() as change:
+            change.setattr(export.loading, "load_model", lambda *_, model=model, task=task: (model, task, None))
+            refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says=says)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says="pip install")
     assert not list(tmp_path.iterdir())

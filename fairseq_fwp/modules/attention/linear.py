@@ -56,7 +56,8 @@ class LinearAttention(Attention):
     def forward(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the output (B, L, D) of x (B, L, D) that attends to source (B, S, source_dim)."""
         queries, keys, sizes = x.shape[1], source.shape[1], (self.feature_map.feature_dim, self.head_dim)
-        if not scores_are_cheaper(queries * keys, queries + keys, sizes):
+        # A compiled graph takes one path for all lengths.
+        if torch.compiler.is_compiling() or not scores_are_cheaper(queries * keys, queries + keys, sizes):
             return self.read(x, self.summarize(source, key_padding_mask))
         weights, v = self._weights_and_values(x, source, key_padding_mask)
         with torch.autocast(v.device.type, enabled=False):
