@@ -210,6 +210,7 @@ def test_points_of_retrieval_are_valid_commands(tmp_path):
 
 
 def test_runs_of_sequence_problems_are_valid_commands(tmp_path):
-    for run in problems.read_runs(RECIPES / "sequence_problems" / "conf" / "quick.yaml", tmp_path):
-        args = options.parse_args_and_arch(options.get_training_parser(), run.training.command[1:])
-        assert args.problem == run.problem
+    for conf in (RECIPES / "sequence_problems" / "conf").glob("*.yaml"):
+        for run in problems.read_runs(conf, tmp_path):
+            args = options.parse_args_and_arch(options.get_training_parser(), run.training.command[1:])
+            assert args.problem == run.problem
