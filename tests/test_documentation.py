@@ -249,24 +249,27 @@ def size(number):
         return abs(float(re.sub(r"[,.]+$|,", "", number)))
 
 
+def fits(before, shown, printed):
+    """Return whether a printed number may stand for the one on the page, after the same words."""
+    here, there = size(shown), size(printed)
+    if here == there or not here or there is None or OF_THIS_MACHINE.search(before):
+        return True
+    if PERPLEXITY.search(before):
+        here, there = math.log(here), math.log(there)
+    return not OF_SETTINGS.search(before) and there and 0.1 <= there / here <= 10
+
+
 def find(line, output, start=0):
     """Return the end of a line of a page in an output, or None.
 
     Settings are the same. Other numbers are at most ten times as large or small: the text is another one.
     """
     line = line.strip()
-    match = re.compile(pattern(line)).search(output, start)
-    if not match:
-        return None
-    for shown, printed in zip(NUMBER.finditer(line), match.groups(), strict=True):
-        here, there, before = size(shown[0]), size(printed), line[: shown.start()]
-        if here == there or not here or there is None or OF_THIS_MACHINE.search(before):
-            continue
-        if PERPLEXITY.search(before):
-            here, there = math.log(here), math.log(there)
-        if OF_SETTINGS.search(before) or not there or not 0.1 <= there / here <= 10:
-            return None
-    return match.end()
+    for match in re.compile(pattern(line)).finditer(output, start):
+        numbers = zip(NUMBER.finditer(line), match.groups(), strict=True)
+        if all(fits(line[: shown.start()], shown[0], printed) for shown, printed in numbers):
+            return match.end()
+    return None
 
 
 def test_a_page_may_print_close_numbers_but_no_others_and_no_other_words():
@@ -274,6 +277,7 @@ def test_a_page_may_print_close_numbers_but_no_others_and_no_other_words():
     assert find("3 tokens in 20.9s (2484.25 tokens/s), wps 1,200", "3 tokens in 1.0s (1.5 tokens/s), wps 3")
     assert not find("loss 1,200", "loss 3") and not find("loss 5", "loss 0")
     assert find("ppl 1000, num_updates=3", "ppl 20.5, num_updates=3") and not find("num_updates=3", "num_updates=4")
+    assert find("loss 5, num_updates=30", "loss 9, num_updates=10\nloss 7, num_updates=30") == 45
     assert not find("... | valid | loss 10.3", "x | train | loss 9")
 
 

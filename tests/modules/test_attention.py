@@ -378,7 +378,13 @@ def test_large_inputs_stay_finite(kind):
     assert out.isfinite().all() and x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("rule", UPDATE_RULES)
+# Rules with each kind of kernel, or without one; the others are slow.
+COMPILED = ("sum", "delta", "kda", "fwm")
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=() if rule in COMPILED else pytest.mark.slow) for rule in UPDATE_RULES]
+)
 def test_a_layer_compiles_into_one_graph(rule):
     torch.compiler.reset()
     normalization = next(x for x in ("attention", "output", "sum") if is_defined(rule, "dpfp", x))
