@@ -86,7 +86,7 @@ class SoftmaxAttention(Attention):
         masked = cache.padding is not None or length not in (1, total)
         mask = visible_keys(length, total, cache.padding, x.device) if masked else None
         dropout = self.dropout if self.training else 0.0
-        causal = mask is None and length == total
+        causal = mask is None and length > 1 and length == total  # one token sees all: a graph needs no comparison
         q, keys = self.turn(q, cache)
         y = attend(q, keys, cache.values, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.out_proj(self.merge_heads(y)), cache
