@@ -54,6 +54,8 @@ class Words:
         found: list[int] = []
         for line in text.splitlines(keepends=True):
             words = self.split(line).split()
+            if self.dictionary.pad_word in words:
+                raise ValueError(f"a text must not have the word {self.dictionary.pad_word}, which fills up lines")
             found += map(self.dictionary.index, words)
             found += [self.dictionary.eos()] * line.endswith("\n")
             if not self.warned and (unknown := [word for word in words if word not in self.dictionary]):
@@ -79,7 +81,10 @@ class Numbers:
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
             raise ValueError(f"tokenizer must be tokenizer.json or its folder, got {file}, which does not exist")
-        self.tokenizer = Tokenizer.from_file(str(file))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # it has no type of its own
+            raise ValueError(f"tokenizer must be a tokenizer.json, got {file}: {error}") from error
         rows = {int(word): row for row, word in enumerate(dictionary.symbols) if word.isdecimal()}
         least = self.tokenizer.get_vocab_size()
         missing = [number for number in range(max(least, len(rows) + 1)) if number not in rows]
@@ -95,6 +100,18 @@ class Numbers:
         return str(self.tokenizer.decode([self.numbers[token] for token in tokens if token in self.numbers]))
 
 
+def find_device(name: str | None) -> torch.device:
+    """Return a device by its name. The harness's own default is a GPU, also where there is none."""
+    try:
+        device = torch.device(name or "cuda")
+    except RuntimeError:
+        raise ValueError(f"device must be cpu or cuda, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        logger.warning("there is no GPU for PyTorch: the model runs on the CPU")
+        return torch.device("cpu")
+    return device
+
+
 @register_model("fwp")
 class Harness(TemplateLM):
     """A language model of this package as the harness wants it.
@@ -105,7 +122,7 @@ class Harness(TemplateLM):
     bpe_codes: of subword-nmt, for a text of words;
     max_length: tokens that the model reads before it scores one, by default those of a training sample: a longer
         context loses its first ones;
-    batch_size: requests of one length at once; device: "cpu", "cuda", by default a GPU if there is one.
+    batch_size: requests of one length at once; device: "cpu", "cuda", by default a GPU. Without one it is the CPU.
 
     A request's result does not depend on the others. Raises ValueError, OSError for what cannot be loaded.
     """
@@ -122,14 +139,15 @@ class Harness(TemplateLM):
         device: str | None = None,
     ) -> None:
         super().__init__()
-        if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise ValueError(f"batch_size must be a whole number above 0, got {batch_size}")
+        for name, number in (("batch_size", batch_size), ("max_length", 1 if max_length is None else max_length)):
+            if not str(number).isdecimal() or int(number) < 1:
+                raise ValueError(f"{name} must be a whole number above 0, got {number}")
         if tokenizer and bpe_codes:
             raise ValueError("tokenizer must be left out with bpe_codes, which are for a text of words")
         loaded = fairseq_fwp.load(path, dictionary=dictionary, source=source)
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._device = find_device(device)
         self.decoder, self.dictionary = loaded.to(self._device).model.decoder, loaded.dictionary
-        self.max_length, self.batch_size = max_length or self.decoder.max_positions(), int(batch_size)
+        self.max_length, self.batch_size = int(max_length or self.decoder.max_positions()), int(batch_size)
         self.text = Numbers(self.dictionary, Path(tokenizer)) if tokenizer else Words(self.dictionary, bpe_codes)
 
     @property
@@ -199,8 +217,9 @@ class Harness(TemplateLM):
             settings: Any = normalize_gen_kwargs(given, MOST_NEW_TOKENS)
             until, most = settings.pop("until"), settings.pop("max_gen_toks")
             temperature = settings.pop("temperature", 0.0) if settings.pop("do_sample") else 0.0
-            if settings:
-                raise ValueError(f"generation must be by do_sample and temperature, got {', '.join(settings)}")
+            if settings or not temperature >= 0:
+                got = ", ".join(settings) or f"temperature {temperature}"
+                raise ValueError(f"generation must be by do_sample and temperature, 0 or more, got {got}")
             found.append(self.generate(context, [stop for stop in until if stop], most, temperature))
             self.cache_hook.add_partial("generate_until", (context, given), found[-1])
         return found
@@ -233,7 +252,8 @@ def main() -> None:
     except TypeError as error:
         if "Harness" not in str(error):
             raise
-        sys.exit(f"fwp-harness: --model_args must be the arguments of Harness, path at least: {error}")
+        expected = "the arguments of Harness, path at least, but for batch_size and device, which are flags"
+        sys.exit(f"fwp-harness: --model_args must be {expected}: {error}")
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-harness: {' '.join(str(error).split())}")
 

@@ -107,8 +107,9 @@ def test_sampling_follows_the_temperature_and_the_seed(folder):
 
     assert sample(1, 1.0) == sample(1, 1.0) != sample(2, 1.0)
     assert sample(1, 1e-3) == sample(2, 1e-3)
-    with pytest.raises(ValueError, match="generation must be by do_sample and temperature, got top_p"):
-        load(folder).generate_until(asked(("w1", {"until": [], "top_p": 0.9})))
+    for other in ({"top_p": 0.9}, {"do_sample": True, "temperature": -1.0}):
+        with pytest.raises(ValueError, match=f"generation must be by do_sample and .*, got {[*other][-1]}"):
+            load(folder).generate_until(asked(("w1", {"until": [], **other})))
 
 
 def test_lines_and_split_words_come_back(folder, tmp_path):
@@ -165,26 +166,34 @@ def test_the_harness_runs_its_tasks(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     words = ["fwp-harness", "run", "--model", "fwp", "--tasks", ",".join(kinds), "--include_path", str(tmp_path)]
     words += ["--model_args", f"path={folder / KINDS[0] / 'checkpoint_last.pt'},dictionary={folder / 'data'}"]
-    monkeypatch.setattr(sys, "argv", [*words, "--device", "cpu"])
+    monkeypatch.setattr(sys, "argv", words)
     harness.main()
     table = capsys.readouterr().out
     assert all(name in table for name in ("acc", "exact_match", "bits_per_byte"))
 
 
 def test_refusals(folder, monkeypatch):
-    path, data = folder / KINDS[0] / "checkpoint_last.pt", folder / "data"
+    path, data = str(folder / KINDS[0] / "checkpoint_last.pt"), str(folder / "data")
 
-    def main(arguments):
-        words = ["fwp-harness", "run", "--model", "fwp", "--tasks", "wikitext", "--device", "cpu"]
-        monkeypatch.setattr(sys, "argv", [*words, "--model_args", *arguments])
-        harness.main()
+    def main(given, says):
+        made = {"batch_size": 1, "device": "cpu"}  # as the harness's command calls it
+        monkeypatch.setattr(harness, "cli_evaluate", lambda: Harness.create_from_arg_obj(given, made))
+        refused(lambda arguments: harness.main(), says=says)
 
-    refused(main, f"max_length=8,dictionary={data}", says="--model_args must be the arguments of Harness, path at")
-    refused(main, f"path={path},dictionary={data},other=1", says="unexpected keyword argument 'other'")
-    refused(main, f"path={path},max_length=8", says="dict.txt")
-    refused(main, f"path={path},dictionary={data},tokenizer={data}", says="tokenizer.json, which does not exist")
-    refused(main, f"path={path},tokenizer={data},bpe_codes=x", says="must be left out with bpe_codes")
-    with pytest.raises(ValueError, match="batch_size must be a whole number above 0, got auto"):
-        load(folder, batch_size="auto")
+    (folder / "tokenizer.json").write_text("{}")
+    main({"dictionary": data}, "--model_args must be the arguments of Harness, path at")
+    main({"path": path, "device": "cpu"}, "but for batch_size and device, which are flags")
+    main({"path": path, "other": 1}, "unexpected keyword argument 'other'")
+    main({"path": path}, "dict.txt")
+    main({"path": path, "dictionary": data, "tokenizer": data}, "tokenizer.json, which does not exist")
+    main({"path": path, "dictionary": data, "tokenizer": str(folder)}, "must be a tokenizer.json, got")
+    main({"path": path, "tokenizer": data, "bpe_codes": "x"}, "must be left out with bpe_codes")
+    for name, value in (("batch_size", "auto"), ("max_length", -1.0), ("max_length", 0)):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number above 0, got {value}"):
+            load(folder, **{name: value})
+    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'gpu'"):
+        harness.find_device("gpu")
+    with pytest.raises(ValueError, match="a text must not have the word <pad>"):
+        load(folder).tok_encode("w1 <pad>")
     with pytest.raises(ValueError, match="at most max_length = 16 tokens, got 20"):
         load(folder).loglikelihood(asked(("w1", " w2" * 20)))
