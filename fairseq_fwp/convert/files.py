@@ -105,8 +105,8 @@ class Tensors(dict[str, Tensor]):
     def take(self, name: str) -> Tensor:
         """Remove a tensor and return it."""
         tensor = self[name]
-        if not tensor.is_floating_point():
-            quantised = "quantised weights cannot be converted"
+        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            quantised = "quantised weights, as those of 8 bits, cannot be converted"
             raise ValueError(f"{name} must be floating-point, got {tensor.dtype}: {quantised}")
         del self[name]
         return tensor

@@ -5,9 +5,9 @@ Latent attention and experts are refused. D: hidden_size, H heads with keys of s
 Names of earlier versions of RWKV-7, with all mixtures in one tensor x_x, are read too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from math import isclose
+from math import inf, isclose
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ EXPECTED_OF_RWKV7 = {
     "norm_bias": (True, "its layer normalisation has no biases"),
     "norm_first": (True, "it does not normalise its embeddings"),
 }
-# Settings of the layers with softmax attention, under "attn", and our options.
+# Settings of the layers with softmax attention, under "attn" next to their numbers, "layers", and our options.
 SOFTMAX = {
     "num_heads": "attention_softmax_heads",
     "num_kv_heads": "attention_kv_heads",
@@ -65,6 +65,28 @@ SOFTMAX = {
     "window_size": "attention_window",
     "rope_theta": "attention_rope_theta",
 }
+# What settings must be unless they are left out: words for errors, and whether a value is that. True is not 1 here.
+KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "a whole number of at least 1": (
+        lambda value: type(value) is int and value >= 1,
+        ("attn.num_heads", "attn.num_kv_heads", "attn.window_size", "a_low_rank_dim", "conv_size",
+         "decay_low_rank_dim", "gate_low_rank_dim", "head_dim", "hidden_size", "intermediate_size",
+         "max_position_embeddings", "num_heads", "num_hidden_layers", "num_v_heads", "v_low_rank_dim", "vocab_size"),
+    ),
+    "a number above 0": (
+        lambda value: type(value) in (int, float) and 0 < value < inf,
+        ("attn.rope_theta", "expand_k", "expand_v", "hidden_ratio", "norm_eps"),
+    ),
+    "a number below 0": (lambda value: type(value) in (int, float) and -inf < value < 0, ("lower_bound",)),
+    "true or false": (
+        lambda value: type(value) is bool,
+        ("allow_neg_eigval", "attn.qkv_bias", "fuse_norm", "tie_word_embeddings", "use_gate"),
+    ),
+    "a list of numbers of layers": (
+        lambda value: isinstance(value, list) and value != [] and all(type(one) is int and one >= 0 for one in value),
+        ("attn.layers",),
+    ),
+}  # fmt: skip
 # Letters of RWKV-7's mixtures, in our order; and of its projections of low rank, with the settings of their ranks.
 MIXTURES = "rwkvag"
 LOW_RANKS = {
@@ -94,7 +116,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with defaults. Raises ValueError for a model that cannot be converted."""
     kind = config.get("model_type")
-    if kind not in MODELS:
+    if kind not in [*MODELS]:
         raise ValueError(
             f"model_type in {CONFIG} must be one of {', '.join(MODELS)}, got {kind!r}: no other can be loaded"
         )
@@ -102,24 +124,50 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, (value, reason) in expected.items():
         if config.get(name, value) != value:
             raise ValueError(f"{CONFIG} has {name} = {config[name]!r}, which cannot be converted: {reason}")
-    found = {**DEFAULTS, **MODELS[kind][2], **config}
+    found, softmax = {**DEFAULTS, **MODELS[kind][2], **config}, given_softmax(config.get("attn"))
+    check_kinds({**found, **{f"attn.{name}": value for name, value in softmax.items()}})
+    size = found["hidden_size"]
     if kind == "rwkv7":
-        dims, size = found.get("value_dim"), found["hidden_size"]
+        dims = found.get("value_dim")
         if config.get("head_dim") or not found["num_heads"]:
+            check_divides("head_dim", found["head_dim"], size)
             found["num_heads"] = size // found["head_dim"]
         if dims is not None and any(dim != size for dim in (dims if isinstance(dims, list) else [dims])):
             raise ValueError(f"{CONFIG} has value_dim = {dims!r}, which cannot be converted: it must be {size}")
-    if softmax := found.get("attn"):
-        settings = {"layers", *SOFTMAX}
-        known = isinstance(softmax, dict) and {"layers", "num_heads"} <= softmax.keys() <= settings
-        if not known or not softmax["layers"]:
-            raise ValueError(f"attn in {CONFIG} must have layers, num_heads and {', '.join(SOFTMAX)}, got {softmax!r}")
+    if softmax:
+        check_divides("attn.num_heads", softmax["num_heads"], size)
         defaults = {"num_kv_heads": softmax["num_heads"], "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
-        given = {name: value for name, value in softmax.items() if value is not None}
-        found["attn"] = {**defaults, **given, "layers": sorted(softmax["layers"])}
-    if not isinstance(found.get("num_heads"), int):
+        found["attn"] = {**defaults, **softmax, "layers": sorted(softmax["layers"])}
+    if found.get("num_heads") is None:
         raise ValueError(f"{CONFIG} must be the configuration of a {NAME}, got one without num_heads")
     return found
+
+
+def given_softmax(attn: Any) -> dict[str, Any]:
+    """Return the settings under "attn" that are not null. Raises ValueError for other settings than ours."""
+    given = {name: value for name, value in attn.items() if value is not None} if isinstance(attn, dict) else {}
+    needed, known = {"layers", "num_heads"}, {"layers", *SOFTMAX}
+    if attn is not None and not needed <= given.keys() <= known:
+        others = ", ".join(name for name in SOFTMAX if name not in needed)
+        got = ", ".join(sorted(given.keys() - known)) or repr(attn)
+        needs = f"layers and num_heads, and nothing else but {others}"
+        raise ValueError(f"attn in {CONFIG} must have {needs}, got {got}")
+    return given
+
+
+def check_kinds(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting of another kind than in KINDS."""
+    for kind, (fits, names) in KINDS.items():
+        for name in names:
+            value = settings.get(name)
+            if value is not None and not fits(value):
+                raise ValueError(f"{name} in {CONFIG} must be {kind}, got {value!r}")
+
+
+def check_divides(name: str, part: int, size: int) -> None:
+    """Raise ValueError unless a setting divides hidden_size."""
+    if size % part:
+        raise ValueError(f"{name} in {CONFIG} must divide hidden_size = {size}, got {part}")
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes:
@@ -131,7 +179,7 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes:
     key = config["head_dim"] if "head_dim" in config else dim * config["expand_k"] / heads
     value = (key if "head_dim" in config else dim / heads) * config["expand_v"]
     for name, size in (("key", key), ("value", value)):
-        if not isclose(size, round(size)) or round(size) < 1:
+        if size == inf or not isclose(size, round(size)) or round(size) < 1:
             raise ValueError(f"{CONFIG} must give heads with {name}s of a whole size, got {size}")
     ffn = config["intermediate_size"] or 256 * -(-int(dim * config["hidden_ratio"] * 2 / 3) // 256)
     return Sizes(dim, heads, config["num_v_heads"] or heads, round(key), round(value), ffn)
@@ -276,37 +324,44 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     rest, vocabulary, value_heads = Tensors(tensors), arrange(words), sizes_of(config).value_heads
     if config["model_type"] == "rwkv7":
         for name in [name for name in rest if name.endswith(".attn.x_x")]:
-            mixtures = rest.take(name).view(len(MIXTURES), 1, 1, -1)
+            mixtures = take_rows(rest, name, len(MIXTURES)).unflatten(0, (-1, 1, 1))
             rest |= {f"{name[:-1]}{letter}": part for letter, part in zip(MIXTURES, mixtures, strict=True)}
         for letter, setting in LOW_RANKS.values():
-            found = [len(rest[name]) for name in rest if name.endswith(f".{letter}_lora.lora.0.weight")]
-            config[setting] = config[setting] or next(iter(found), None)
+            found = [rest[name].shape for name in rest if name.endswith(f".{letter}_lora.lora.0.weight")]
+            config[setting] = config[setting] or next((shape[0] for shape in found if shape), 1)
     weights: dict[str, Tensor] = {}
     for ours, theirs in names_of(config):
-        parts = [rest.take(name) for name in theirs]
-        for name, part in zip(theirs, parts, strict=True):
-            if len(part) != theirs[name]:
-                raise ValueError(f"{name} must have {theirs[name]} rows as {CONFIG} says, got {len(part)}")
+        parts = [take_rows(rest, name, rows) for name, rows in theirs.items()]
+        if len({part.shape[1:] for part in parts}) > 1:
+            got = ", ".join(f"{name} {tuple(part.shape)}" for name, part in zip(theirs, parts, strict=True))
+            raise ValueError(f"the parts of {ours} must have rows of one shape, got {got}")
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]  # without a second copy of a large model
         if ".convolution." in ours or ".self_attn.token_shift." in ours:
-            joined = joined.flatten(1)
+            joined = joined.reshape(len(joined), -1)
         elif ".token_shift." in ours:
             joined = joined.unsqueeze(0)
         elif ".gate_activations." in ours:
             joined = joined.view(value_heads, -1)
         weights[ours] = joined
-    table = rest.take("model.embeddings.weight")
-    if len(table) != len(words):
-        raise ValueError(f"model.embeddings.weight must have the {len(words)} words of {CONFIG}, got {len(table)}")
+    table = take_rows(rest, "model.embeddings.weight", len(words))
     weights["decoder.embed_tokens.weight"] = vocabulary.place(table, fill=0.0)
     if not config["tie_word_embeddings"]:
-        weights["decoder.adaptive_softmax.words.weight"] = vocabulary.place(rest.take("lm_head.weight"), fill=0.0)
+        head = take_rows(rest, "lm_head.weight", len(words))
+        weights["decoder.adaptive_softmax.words.weight"] = vocabulary.place(head, fill=0.0)
     elif "lm_head.weight" in rest:
         rest.take_equal("lm_head.weight", table, "lm_head")
     # Symbols of fairseq's dictionary that the model lacks get probability 0, and are not learned.
     weights["decoder.adaptive_softmax.bias"] = vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf)
     rest.rename({})  # refuses what is left
     return Conversion("fwp_lm", flags_of(config), weights, vocabulary.words, vocabulary.notes)
+
+
+def take_rows(rest: Tensors, name: str, rows: int) -> Tensor:
+    """Take a tensor. Raises ValueError if it has another number of rows, or nothing in them."""
+    tensor = rest.take(name)
+    if tensor.shape[:1] != (rows,) or not tensor.numel():
+        raise ValueError(f"{name} must have {rows} rows as {CONFIG} says, got {tuple(tensor.shape)}")
+    return tensor
 
 
 def write(conversion: Conversion, out: Path) -> None:

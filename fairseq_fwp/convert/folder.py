@@ -53,10 +53,10 @@ def read_config(
 ) -> dict[str, Any]:
     """Return the settings in config.json, and defaults. Raises ValueError if sizes are missing or disagree."""
     config = {**(defaults or {}), **read_json(path / CONFIG)}
-    if missing := [size for size in sizes if not isinstance(config.get(size), int)]:
+    if missing := [size for size in sizes if type(config.get(size)) is not int]:
         raise ValueError(f"{path / CONFIG} must be the configuration of a {name}, got one without {', '.join(missing)}")
     eos, words = config.get("eos_token_id"), config["vocab_size"]
-    if eos is not None and not (isinstance(eos, int) and 0 <= eos < words):
+    if eos is not None and not (type(eos) is int and 0 <= eos < words):
         raise ValueError(f"eos_token_id in {path / CONFIG} must be in [0, {words}), the vocabulary, got {eos!r}")
     return config
 

@@ -48,6 +48,10 @@ CASES = {
             "layers": [1], "num_heads": 2, "num_kv_heads": 1, "qkv_bias": True, "window_size": 5, "rope_theta": 50.0}},
         (4, 4, 4, 4),
     ),
+    "gated_deltanet with softmax": (  # heads of fast weights do not divide the width
+        {"model_type": "gated_deltanet", "num_heads": 3, "head_dim": 6, "attn": {"layers": [1], "num_heads": 2}},
+        (3, 3, 6, 12),
+    ),
     "kda with softmax": (
         {"model_type": "kda", "num_heads": 2, "head_dim": 4, "attn": {"layers": [0], "num_heads": 4}},
         (2, 2, 4, 4),
@@ -401,17 +405,42 @@ def without(name):
     return lambda tensors: {key: tensor for key, tensor in tensors.items() if name not in key}
 
 
-def with_rows(name, *shape):
-    return lambda tensors: {**tensors, name: torch.ones(shape)}
+def with_rows(name, *shape, dtype=None):
+    return lambda tensors: {**tensors, name: torch.ones(shape, dtype=dtype)}
 
 
 RWKV7 = {"model_type": "rwkv7", "hidden_act": "sqrelu", "head_dim": 4}
+# Settings that are not of a kind: see `fla.KINDS`.
+WRONG = {
+    "a whole number of at least 1": (0, -5, True, "2", 2.0, [2]),
+    "a number above 0": (0, -1.0, True, "2", math.inf, math.nan),
+    "a number below 0": (0, 1.0, True, "-2"),
+    "true or false": (1, "true"),
+}
 # change of the tensors, of the configuration, words of the sentence
 REFUSALS = [
     (dict, {"model_type": "kimi_linear"}, "model_type in config.json must be one of delta_net, .*, got 'kimi_linear'"),
-    (dict, {"attn": {"layers": [1]}}, "attn in config.json must have layers, num_heads and .*, got {'layers'"),
-    (dict, {"attn": [{"layers": [1], "num_heads": 2}]}, r"attn in config.json must have layers, .*, got \["),
-    (dict, {"attn": {"layers": [], "num_heads": 2}}, "attn in config.json must have layers, .*, got {'layers'"),
+    (dict, {"attn": {"layers": [1]}}, "attn in config.json must have layers and num_heads, .*, got {'layers'"),
+    (
+        dict,
+        {"attn": [{"layers": [1], "num_heads": 2}]},
+        r"attn in config.json must have layers and num_heads, .*, got \[",
+    ),
+    *(
+        (
+            dict,
+            {"attn": {"layers": layers, "num_heads": 2}},
+            rf"attn.layers in config.json must be a list of numbers of layers, got {re.escape(repr(layers))}$",
+        )
+        for layers in ([], 1, [0, "x"], ["1"], [True], [-1])
+    ),
+    (dict, {"attn": {}}, "attn in config.json must have layers and num_heads, .*, got {}$"),
+    (dict, {"attn": {"layers": [1], "num_heads": 3}}, "attn.num_heads in .* must divide hidden_size = 16, got 3$"),
+    (
+        dict,
+        {"attn": {"layers": [1], "num_heads": 2, "qk_norm": True}},
+        "attn in config.json must have layers and num_heads, and nothing else but num_kv_heads, .*theta, got qk_norm$",
+    ),
     (dict, {"attn": {"layers": [2], "num_heads": 2}}, "--softmax-layers must be ascending .* 0 to 1, .* got '2'"),
     (
         dict,
@@ -432,11 +461,48 @@ REFUSALS = [
     (dict, {**RWKV7, "norm_first": False}, "norm_first = False, which cannot be converted: it does not normalise"),
     (dict, {**RWKV7, "value_dim": [16, 32]}, r"value_dim = \[16, 32\], which cannot be converted: it must be 16"),
     (dict, {"expand_v": 0.3}, "config.json must give heads with values of a whole size, got 1.2"),
-    (dict, {"vocab_size": 31}, r"model\.embeddings\.weight must have the 31 words of config\.json, got 30"),
-    (dict, {"num_heads": 2}, r"layers\.0\.attn\.b_proj\.weight must have 2 rows as config\.json says, got 4"),
+    (dict, {"expand_v": 1e308}, "config.json must give heads with values of a whole size, got inf"),
+    (dict, {"vocab_size": 31}, r"model\.embeddings\.weight must have 31 rows as config\.json says, got \(30, 16\)"),
+    (dict, {"num_heads": 2}, r"layers\.0\.attn\.b_proj\.weight must have 2 rows as config\.json says, got \(4, 16\)"),
     (dict, {"num_hidden_layers": 1}, r"it has also model\.layers\.1\.attn"),
     (dict, {"num_heads": None}, "must be the configuration of a flash-linear-attention, got one without num_heads"),
     (dict, {"tie_word_embeddings": True}, "lm_head cannot be converted: .* has two that differ"),
+    (dict, {"model_type": ["kda"]}, r"model_type in config.json must be one of delta_net, .*, got \['kda'\]"),
+    (dict, {"eos_token_id": True}, r"eos_token_id in .* must be in \[0, 30\), the vocabulary, got True$"),
+    (dict, {**RWKV7, "head_dim": 6}, "head_dim in config.json must divide hidden_size = 16, got 6$"),
+    *(
+        (
+            dict,
+            {"attn": {"layers": [1], "num_heads": 2, name[5:]: value}} if name.startswith("attn.") else {name: value},
+            f"^fwp-convert: {name} in config.json must be {kind}, got {re.escape(repr(value))}$",
+        )
+        for kind, values in WRONG.items()
+        for name in fla.KINDS[kind][1]
+        for value in values
+        if name not in fla.REQUIRED
+    ),
+    (with_rows("model.layers.0.attn.q_proj.weight", 16), {}, r"in_proj\.weight must have rows of one shape, got .*q_p"),
+    (
+        with_rows("model.layers.0.attn.q_proj.weight", 16, 15),
+        {},
+        r"must have rows of one shape, got .*q_p.* \(16, 15\)",
+    ),
+    (with_rows("model.layers.1.attn.k_conv1d.weight", 16, 4), {}, r"rows of one shape, got .*k_conv1d.* \(16, 4\)"),
+    *(
+        (with_rows(name), {}, rf"{re.escape(name)} must have \d+ rows as config.json says, got \(\)$")
+        for name in ("model.layers.0.attn.q_proj.weight", "model.embeddings.weight", "lm_head.weight")
+    ),
+    (
+        with_rows("lm_head.weight", 29, 16),
+        {},
+        r"lm_head\.weight must have 30 rows as config\.json says, got \(29, 16\)",
+    ),
+    (with_rows("model.layers.0.attn.x_x", 5, 16), RWKV7, r"attn\.x_x must have 6 rows .*, got \(5, 16\)"),
+    (
+        with_rows("model.layers.0.mlp.up_proj.weight", 24, 16, dtype=torch.float8_e4m3fn),
+        {},
+        r"up_proj\.weight must be floating-point, got torch.float8_e4m3fn: quantised",
+    ),
     (without("layers.1.mlp.up"), {}, r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
     (with_rows("model.layers.0.mlp.experts.weight", 2), {}, r"it has also model\.layers\.0\.mlp\.experts\.weight"),
 ]

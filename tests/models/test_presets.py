@@ -209,6 +209,9 @@ def test_flags_win_over_presets():
     config = configure("delta_lm_wt103", decoder_embed_dim=64, decoder_layers=3)
     assert (config.decoder_embed_dim, config.decoder_layers, config.sum_normalization) == (64, 3, True)
     assert configure("fwp_lm").sum_normalization is False
+    hybrid = configure("gated_deltanet_lm_tiny", decoder_layers=2, softmax_layers="1", attention_softmax_heads=2)
+    model = FwpLanguageModel.build_model(hybrid, Namespace(target_dictionary=make_dictionary(50)))
+    assert [layer.self_attn.num_heads for layer in model.decoder.layers] == [3, 2]  # of a width of 128
 
 
 @looped(

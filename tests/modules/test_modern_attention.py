@@ -165,7 +165,7 @@ def test_rotary_softmax_with_shared_keys_is_its_equation(window):
     """Each pair of a query and a key is a complex number, turned by its place; heads of queries share those of keys."""
     options = {"softmax_heads": 4, "kv_heads": 2, "qkv_bias": True, "rope_theta": 50.0}
     windows = {} if window is None else {"window": window}
-    layer = (SoftmaxAttention if window is None else LocalAttention)(24, 3, **windows, **options).double()
+    layer = (SoftmaxAttention if window is None else LocalAttention)(24, 5, **windows, **options).double()
     x = torch.randn(2, 7, 24, dtype=torch.float64)
     q, k, v = (x @ layer.in_proj.weight.T + layer.in_proj.bias).split([24, 12, 12], -1)
     powers = 50.0 ** -(torch.arange(3).double() / 3)

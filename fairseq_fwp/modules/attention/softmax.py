@@ -57,9 +57,10 @@ class SoftmaxAttention(Attention):
         rope_theta: float | None = None,
     ) -> None:
         super().__init__()
-        check_heads(embed_dim, num_heads)
-        if softmax_heads is not None:
-            divides = softmax_heads >= 1 and embed_dim % softmax_heads == 0
+        if softmax_heads is None:
+            check_heads(embed_dim, num_heads)
+        else:
+            divides = softmax_heads >= 1 and embed_dim >= 1 and embed_dim % softmax_heads == 0
             check(divides, f"`softmax_heads` must divide `embed_dim` = {embed_dim}, got {softmax_heads}")
         self.num_heads = heads = softmax_heads or num_heads
         shared = heads if kv_heads is None else kv_heads
