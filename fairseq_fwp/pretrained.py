@@ -3,6 +3,7 @@
 They need no data set and no command. `fairseq_fwp.load` is `load` here.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,11 @@ def load(
     dictionary: dict.txt of the training, or its folder; None: dict.txt next to the weights;
     source: what wrote them, as for fwp-convert: such as fla or gpt2, with a folder of transformers.
 
-    Raises ValueError that names a missing or damaged file, or a model that is not known.
+    Raises ValueError that names a missing or damaged file, the dictionary of another training, or a model that is not
+    known.
     """
     check(source in SOURCES, f"source must be one of {', '.join(SOURCES)}, got {source!r}")
     kind, weights, given = SOURCES[source], Path(path), None if dictionary is None else Path(dictionary)
-    if given is not None and given.is_dir():
-        given /= files.DICTIONARY
     tensors, saved = kind.read(weights)
     conversion = kind.convert(tensors, kind.words(weights, given), files.Options(saved))
     check(isinstance(conversion.words, list), f"{path} must be a language model, got {conversion.arch}: translation")
@@ -82,7 +82,17 @@ class PretrainedModel(nn.Module):
 
         top: each token is drawn from so many of the most probable; 1: the most probable. Rows that have ended are
         filled with padding.
+
+        Raises ValueError for tokens, a length, a top or a temperature that it cannot write with.
         """
+        shape, words = tuple(tokens.shape), len(self.dictionary)
+        check(len(shape) == 2 and tokens.numel(), f"tokens must be (B, L) with at least one token each, got {shape}")
+        low, high = tokens.min().item(), tokens.max().item()
+        numbers = f"tokens must be numbers from 0 to {words - 1}, the dictionary's, got {low if low < 0 else high}"
+        check(low >= 0 and high < words, numbers)
+        check(length >= 0, f"length must be at least 0, got {length}")
+        check(1 <= top <= words, f"top must be from 1 to {words}, the dictionary's size, got {top}")
+        check(0 < temperature < math.inf, f"temperature must be finite and above 0, got {temperature}")
         log_probs, state = self(tokens)
         written, pad, eos = tokens[:, :0], self.dictionary.pad(), self.dictionary.eos()
         ended = tokens.new_zeros(len(tokens), dtype=torch.bool)

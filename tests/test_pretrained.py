@@ -8,10 +8,12 @@ from argparse import Namespace
 import pytest
 import torch
 from fairseq.models import ARCH_CONFIG_REGISTRY
+from refusals import refused
 from small_models import MODELS, SMALL, build, log_probs, make_dictionary, random_tokens
 
 import fairseq_fwp
 from fairseq_fwp.cli.convert import main
+from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 
 FAST = ("sum_favor", "delta", "Gated DeltaNet", "local last", "adaptive inputs", "same length", "XL, mapped")
 LENGTH, VOCABULARY = 20, 50
@@ -25,8 +27,11 @@ def save(folder, kind, **changes):
     args = Namespace(**{"max_target_positions": None, "add_bos_token": False, "tokens_per_sample": 32, **SMALL, **own})
     ARCH_CONFIG_REGISTRY[arch](args)
     settings = {"model": {**vars(args), "arch": arch, **changes}, "task": {}}
-    torch.save({"args": None, "cfg": settings, "model": model.state_dict()}, folder / "checkpoint.pt")
-    make_dictionary(VOCABULARY).save(str(folder / "dict.txt"))
+    words = make_dictionary(VOCABULARY)
+    known = {KEY: fingerprints(Namespace(source_dictionary=words, target_dictionary=words))}
+    saved = {"args": None, "cfg": settings, "model": model.state_dict(), "task_state": known}
+    torch.save(saved, folder / "checkpoint.pt")
+    words.save(str(folder / "dict.txt"))
     return model, folder / "checkpoint.pt"
 
 
@@ -100,6 +105,16 @@ def test_what_is_refused(saved, tmp_path):
         with pytest.raises(ValueError, match=says):
             lm(tokens, given)
     _, unknown = save(tmp_path, "delta", arch="lstm_lm")
+    folder, others = tmp_path / "folder", tmp_path / "others"
+    main(
+        ["--source", "fwp-lm", str(path), "--vocabulary", str(path.parent), "--to", "safetensors", "--out", str(folder)]
+    )
+    others.mkdir()
+    lines = (path.parent / "dict.txt").read_text().splitlines()
+    (others / "dict.txt").write_text("\n".join(lines[::-1]) + "\n")
+    size = r"\(50 words, \w{12}\)"
+    says = rf"the vocabulary must be the target dictionary of the model's training {size}, got another {size}: give"
+    refused(main, "--source", "fwp-lm", path, "--vocabulary", others, "--out", tmp_path / "no", says=says)
     files = {
         "checkpoint nothing.pt cannot be read: No such file": ("nothing.pt", {}),
         f"architecture in {re.escape(str(unknown))} must be fwp_lm or fwp_xl_lm or fwp_fwl_lm, got 'lstm_lm'": (
@@ -109,11 +124,29 @@ def test_what_is_refused(saved, tmp_path):
         "config.json cannot be read": (tmp_path, {}),
         "source must be one of .*, got 'nothing'": (path, {"source": "nothing"}),
         "dict.txt cannot be read": (path, {"dictionary": tmp_path / "no/dict.txt"}),
+        says: (path, {"dictionary": others}),
+        f"{says} the dict.txt of the training": (folder, {"dictionary": others / "dict.txt"}),
     }
     for says, (file, options) in files.items():
         with pytest.raises(ValueError, match=says) as raised:
             fairseq_fwp.load(file, **options)
         assert "\n" not in str(raised.value)
+    for says, given in {
+        r"tokens must be \(B, L\) with at least one token each, got \(2, 0\)": {"tokens": tokens[:, :0]},
+        r"at least one token each, got \(0, 3\)": {"tokens": tokens[:0]},
+        r"at least one token each, got \(3,\)": {"tokens": tokens[0]},
+        "tokens must be numbers from 0 to 49, the dictionary's, got 50": {"tokens": tokens + 50 - tokens.max()},
+        "tokens must be numbers .*, got -1": {"tokens": tokens - 1 - tokens.min()},
+        "length must be at least 0, got -1": {"length": -1},
+        "top must be from 1 to 50, the dictionary's size, got 0": {"top": 0},
+        "top must be .*, got 51": {"top": 51},
+        "temperature must be finite and above 0, got 0": {"temperature": 0.0},
+        "temperature must be .*, got nan": {"temperature": float("nan")},
+        "temperature must be .*, got inf": {"temperature": float("inf")},
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            lm.generate(**{"tokens": tokens, "length": 2, **given})
+    assert lm.generate(tokens, 0).shape == (2, 0) and lm.generate(tokens, 1, top=50).shape == (2, 1)
 
 
 def test_no_command_is_imported():

@@ -13,7 +13,7 @@ CHECKPOINT and FILE depend on the source:
                 TensorFlow code, as the command in docs/checkpoints.md exports them. The options of the training are
                 read from the log.txt next to it; those given here win, under their names in the training script.
                 FILE: the vocabulary in the order of training, one word a line (there: corpus.vocab.idx2sym)
-    fairseq-lm  a checkpoint of fairseq's transformer_lm; FILE: its dict.txt, if it is not next to it
+    fairseq-lm  a checkpoint of fairseq's transformer_lm; FILE: its dict.txt or data folder, if it is not next to it
     fwp-lm      a checkpoint of this plugin, or a folder of --to safetensors; FILE: as for fairseq-lm
     gpt2        a folder with config.json and model.safetensors
     fla         the same of flash-linear-attention's DeltaNet, Gated DeltaNet or Kimi Delta Attention

@@ -25,6 +25,7 @@ from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tenso
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
+from fairseq_fwp.patches.checkpoints import KEY, other_words, take_fingerprints
 
 EXPORT = (
     "export what is needed with: python -c \"import torch; s = torch.load('model.pt', 'cpu', weights_only=False); "
@@ -93,7 +94,9 @@ def read(
         expected = " or ".join(models)
         raise ValueError(f"the architecture in {path} must be {expected}, got {name!r}: choose another --source")
     known = {key: value for key, value in vars(defaults).items() if not str(value).startswith("${")} if defaults else {}
-    return weights, {**known, **{key: value for key, value in settings.items() if value is not None}, "arch": name}
+    given = {key: value for key, value in settings.items() if value is not None}
+    words = take_fingerprints(dict(of_task)) if isinstance(of_task := state.get("task_state"), dict) else {}
+    return weights, {**known, **given, "arch": name, KEY: words}
 
 
 def without_marks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,6 +116,13 @@ def check_vocabulary(tensors: Mapping[str, Tensor], words: int, side: str, said:
         got = f"{words + len(Dictionary())} (with fairseq's special symbols)"
         asked = f"give {asked} of its training with --vocabulary"
         raise ValueError(f"{said} must have the {sum(sizes)} words of the checkpoint, got {got}: {asked}")
+
+
+def with_same_words(conversion: Conversion, options: Options) -> Conversion:
+    """Return the conversion. Raises ValueError if the training had other words, where the checkpoint tells them."""
+    if words := other_words(files.make_task(conversion), options.get(KEY, {})):
+        raise ValueError(f"the vocabulary must be {words}: give the dict.txt of the training with --vocabulary")
+    return conversion
 
 
 def convert_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
@@ -139,7 +149,7 @@ def convert_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options
         weights["decoder.embed_positions.table.weight"] = table[Dictionary().pad() + 1 :]
     left_out = [name for name in ("decoder_layerdrop", "quant_noise_pq", "quant_noise_scalar") if options.get(name)]
     notes = [f"{flag(name)}, which the model was trained with, is left out" for name in left_out]
-    return Conversion("fwp_lm", flags, {**weights, **rest.rename(NAMES)}, words, notes)
+    return with_same_words(Conversion("fwp_lm", flags, {**weights, **rest.rename(NAMES)}, words, notes), options)
 
 
 def common_flags(options: Options, version: float) -> dict[str, Any]:
@@ -206,7 +216,7 @@ def read_ours(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     weights, config = folder.read(path, "this package", ["vocab_size"])
     if (arch := config.get("model_type")) not in OURS:
         raise ValueError(f"model_type in {path / folder.CONFIG} must be {' or '.join(OURS)}, got {arch!r}")
-    return weights, {**config, "arch": arch}
+    return weights, {**config, "arch": arch, KEY: take_fingerprints(config)}
 
 
 def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
@@ -215,7 +225,7 @@ def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> C
     settings = {name: plain(value) for name in known if (value := options.get(name)) is not None}
     flags = {name: value for name, value in settings.items() if value != known[name] and not name.startswith("_")}
     flags |= {name: options.get(name) for name in OF_TASK}
-    return Conversion(arch, flags, dict(tensors), words, [])
+    return with_same_words(Conversion(arch, flags, dict(tensors), words, []), options)
 
 
 def words_of_languages(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
@@ -240,7 +250,7 @@ def keep_translation(tensors: Mapping[str, Tensor], words: dict[str, list[str]],
         raise ValueError("all attentions to convert must be softmax, got linear attention in some places")
     flags = {name: plain(value) for name, value in needed_flags(settings).items()}
     of_languages = {options[name]: words[options[name]] for name in LANGUAGES}
-    return Conversion("fwp_transformer", flags, without_marks(tensors), of_languages, [])
+    return with_same_words(Conversion("fwp_transformer", flags, without_marks(tensors), of_languages, []), options)
 
 
 def needed_flags(settings: Mapping[str, Any]) -> dict[str, Any]:

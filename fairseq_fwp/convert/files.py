@@ -215,8 +215,9 @@ def given_words(checkpoint: Path, given: Path | None) -> list[str]:
 
 
 def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
-    """Return the words of a checkpoint of fairseq: from the given dict.txt, or else from the one next to it."""
-    path = given or (checkpoint if checkpoint.is_dir() else checkpoint.parent) / DICTIONARY
+    """Return the words of a checkpoint of fairseq: from the given dict.txt or folder, or else the one next to it."""
+    path = given or (checkpoint if checkpoint.is_dir() else checkpoint.parent)
+    path = path / DICTIONARY if path.is_dir() else path
     if given is None and not path.exists():
         raise ValueError(f"{path} does not exist: give the dict.txt of the training with --vocabulary")
     return read_dictionary(path)

@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fairseq_fwp.convert.files import DICTIONARY, Conversion, build, dictionaries, new_folder
+from fairseq_fwp.convert.files import DICTIONARY, Conversion, build, dictionaries, make_task, new_folder
+from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -97,7 +98,8 @@ def write_model(conversion: Conversion, out: Path) -> None:
     kept = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name in kept}
     flags = {name: value for name, value in conversion.flags.items() if value is not None}
-    write(out, {"model_type": conversion.arch, "vocab_size": len(dictionary), **flags}, tensors, dictionary)
+    known = {"vocab_size": len(dictionary), KEY: fingerprints(make_task(conversion))}
+    write(out, {"model_type": conversion.arch, **known, **flags}, tensors, dictionary)
 
 
 def write(

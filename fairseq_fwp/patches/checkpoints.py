@@ -176,16 +176,22 @@ def take_fingerprints(state: dict[str, Any]) -> dict[str, str]:
     return state.pop(key) if isinstance(state.get(key), dict) else {}
 
 
-def difference(task: Any, saved: dict[str, str]) -> str:
-    """Return the error message for a model trained with other dictionaries; "" for the same or unknown ones."""
+def other_words(task: Any, saved: dict[str, str]) -> str:
+    """Return which dictionary of the training differs from the task's, and how; "" for the same or unknown ones."""
     now = fingerprints(task) if saved else {}
     different = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
     if not different:
         return ""
     name = max(different)  # the target's, if both differ
+    return f"the {name.replace('_', ' ')} of the model's training ({saved[name]}), got another ({now[name]})"
+
+
+def difference(task: Any, saved: dict[str, str]) -> str:
+    """Return the error message for a model trained with other dictionaries; "" for the same or unknown ones."""
+    if not (words := other_words(task, saved)):
+        return ""
     data = getattr(task.args if task.cfg is None else task.cfg, "data", None)
     return (
-        f"{data} must have the {name.replace('_', ' ')} of the model's training ({saved[name]}), got another "
-        f"({now[name]}): pass the data folder of the training, or preprocess the text with the dictionary from there "
-        "(fairseq-preprocess --srcdict, --tgtdict)"
+        f"{data} must have {words}: pass the data folder of the training, or preprocess the text with the dictionary "
+        "from there (fairseq-preprocess --srcdict, --tgtdict)"
     )

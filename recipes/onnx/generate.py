@@ -72,9 +72,12 @@ class Model:
         return np.concatenate(found, 1), state
 
     def encode(self, text):
-        """Return the tokens (1, L) of a text, after the end of a line."""
+        """Return the tokens (1, L) of a text, after the end of a line. Raises ValueError if a word is padding."""
         words = [part for word in text.split() for part in (self.split(word) if self.ranks else [word])]
-        return np.array([[self.eos, *(self.numbers.get(word, self.unk) for word in words)]], np.int64)
+        tokens = [self.numbers.get(word, self.unk) for word in words]
+        if self.pad in tokens:
+            raise ValueError(f"words of a text must not be {self.given[self.pad]}, which is padding, got {text[:60]!r}")
+        return np.array([[self.eos, *tokens]], np.int64)
 
     def split(self, word):
         """Return the parts of a word by byte pair encoding, as subword-nmt: merge the pair that was learned first."""
@@ -172,10 +175,15 @@ def beam_search(model, tokens, state, length, size):
 
 
 def score(model, path):
-    """Return the perplexity of a text, with the ends of its lines, read as one stream."""
+    """Return the perplexity of a text, with the ends of its lines, read as one stream.
+
+    Raises ValueError for an empty text.
+    """
     tokens, total = [model.eos], 0.0
     for line in path.read_text(encoding="utf-8").splitlines():
         tokens += [*model.encode(line)[0, 1:], model.eos]
+    if len(tokens) == 1:
+        raise ValueError(f"the text must have at least a line, got {path}, which is empty")
     tokens, state = np.array([tokens], np.int64), model.start()
     for first in range(0, tokens.shape[1] - 1, 64):
         piece = tokens[:, first : first + 65]
@@ -220,21 +228,24 @@ def main():
     for name in ("tokens", "beam", "sample", "threads"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(given, name)}")
-    if given.temperature <= 0:
-        parser.error(f"--temperature must be above 0, got {given.temperature}")
+    if not 0 < given.temperature < math.inf:
+        parser.error(f"--temperature must be finite and above 0, got {given.temperature}")
     if file := next((path for path in (given.lines, given.score) if path and not path.is_file()), None):
         sys.exit(f"generate.py: the text must be a file, got {file}")
     model = Model(given.folder, given.threads)
     length = given.tokens or (200 if model.memory else 40)
     if model.memory and (given.measure or given.score):
         parser.error("--measure and --score must be left out with a translation model")
-    if given.measure:
-        measure(model)
-    elif given.score:
-        print(f"perplexity {score(model, given.score):.2f}")
-    else:
-        for text in given.lines.read_text(encoding="utf-8").splitlines() if given.lines else [given.text]:
-            write(model, text, length, given)
+    try:
+        if given.measure:
+            measure(model)
+        elif given.score:
+            print(f"perplexity {score(model, given.score):.2f}")
+        else:
+            for text in given.lines.read_text(encoding="utf-8").splitlines() if given.lines else [given.text]:
+                write(model, text, length, given)
+    except ValueError as error:  # of a text
+        sys.exit(f"generate.py: {error}")
 
 
 def write(model, text, length, given):

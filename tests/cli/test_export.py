@@ -215,16 +215,36 @@ def test_a_state_of_the_wrong_shape(models):
 
 
 def test_files_that_cannot_be_read(folder, tmp_path):
-    """The program without PyTorch ends with one sentence: without a file, of another opset, and of a damaged graph."""
+    """The program without PyTorch ends with one sentence: without a file, of another opset, and of a damaged graph.
+
+    So it does for texts and settings that it cannot use.
+    """
     import onnx
 
     def says(*given):
         found = subprocess.run([sys.executable, str(GENERATE), *map(str, given)], capture_output=True, text=True)
-        assert found.returncode and found.stderr.count("\n") == 1, found.stderr
-        return found.stderr
+        *usage, sentence = found.stderr.splitlines()
+        assert found.returncode and sentence.startswith("generate.py: "), found.stderr
+        assert usage == [] or (found.returncode == 2 and usage[0].startswith("usage:")), found.stderr
+        return sentence
 
     assert "one of fwp-export, got" in says(tmp_path)
-    assert "text must be a file" in says(folder / "exported", "--lines", tmp_path / "none")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "padded").write_text("w1\nw2 <pad>\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    padding = "words of a text must not be <pad>, which is padding, got"
+    for sentence, given in (
+        ("text must be a file", ["--lines", tmp_path / "none"]),
+        ("text must be a file", ["--score", tmp_path / "none"]),
+        ("text must be a file", ["--score", tmp_path]),
+        (f"text must have at least a line, got {tmp_path / 'empty'}, which is empty", ["--score", tmp_path / "empty"]),
+        ("can't decode byte", ["--score", tmp_path / "binary"]),
+        (f"{padding} 'w1 <pad>'", ["w1 <pad>"]),
+        (f"{padding} 'w2 <pad>'", ["--score", tmp_path / "padded"]),
+        ("--temperature must be finite and above 0, got nan", ["--temperature", "nan"]),
+        ("--temperature must be finite and above 0, got 0.0", ["--temperature", 0]),
+    ):
+        assert sentence in says(folder / "exported", *given)
     shutil.copytree(folder / "exported", tmp_path / "other")
     graph = onnx.load(tmp_path / "other/model.onnx")
     for part in graph.opset_import:

@@ -14,6 +14,7 @@ from pairwise import looped
 from refusals import refused
 
 from fairseq_fwp.cli.convert import main
+from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 from fairseq_fwp.patches.messages import silence_known_warnings
 from tests.convert.conftest import load
 
@@ -180,6 +181,12 @@ def test_the_dictionary_of_another_model(checkpoint, tmp_path):
     other, own = tmp_path / "other.txt", tmp_path / "dict.txt"
     other.write_text("a 1\nb 1\n")
     says = "the dictionary must have the 50 words of the checkpoint, got 6 .*: give the dict.txt of its training"
+    refused(main, *checkpoint.arguments("--vocabulary", other), says=says, out=checkpoint.out)
+    other.write_text("\n".join(reversed(own.read_text().splitlines())) + "\n")
+    words = make_dictionary()
+    known = {KEY: fingerprints(Namespace(source_dictionary=words, target_dictionary=words))}
+    checkpoint.save(theirs.state_dict(), settings, task_state=known)
+    says = "the vocabulary must be the target dictionary of the model's training .*, got another .*: give the dict.txt"
     refused(main, *checkpoint.arguments("--vocabulary", other), says=says, out=checkpoint.out)
     own.write_bytes(b"\xff\xfe 1\n")
     says = r"the dictionary .*dict\.txt cannot be read: Incorrect encoding"
