@@ -270,7 +270,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         if first is not None:
             counts = counts - torch.where(first, counts - 1, 0).cummax(1).values
         positions = (counts - 1).clamp(min=0)
-        layer_states, shared = [], dict[str, Tensor]()
+        layer_states = []
+        shared: dict[str, Tensor] = {}
         # Here and not in each layer, and for many tokens: each call of torch costs more in this context.
         with faster_linear(tokens.numel(), tokens.device):
             x = self.embed_scale * self.embed_tokens(tokens)
