@@ -66,7 +66,7 @@ def test_a_graph_in_pieces_gives_the_log_probabilities_of_the_model(kind, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=() if x in ("rule-delta", "decoder") else pytest.mark.slow) for x in TRANSLATIONS]
+    "kind", [pytest.param(x, marks=() if x == "rule-delta" else pytest.mark.slow) for x in TRANSLATIONS]
 )
 def test_a_step_of_translation_gives_the_log_probabilities_of_the_model(kind, tmp_path):
     """Also for a long translation, and a source and rows of other numbers than in the export."""
@@ -171,6 +171,7 @@ def test_words_are_split_as_by_subword_nmt(models, tmp_path):
         assert [" ".join(ours.split(word)) for word in words] == [expected.process_line(word) for word in words]
 
 
+@pytest.mark.slow
 @looped("cross", ["elu", "softmax"])
 def test_translations_are_those_of_fairseq(cross, tmp_path):
     """By beam and greedy search, of sources of different lengths and unknown words."""
