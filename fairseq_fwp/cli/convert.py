@@ -16,7 +16,7 @@ CHECKPOINT and FILE depend on the source:
     fairseq-lm  a checkpoint of fairseq's transformer_lm; FILE: its dict.txt or data folder, if it is not next to it
     fwp-lm      a checkpoint of this plugin, or a folder of --to safetensors; FILE: as for fairseq-lm
     gpt2        a folder with config.json and model.safetensors
-    fla         the same of flash-linear-attention's DeltaNet, Gated DeltaNet or Kimi Delta Attention
+    fla         the same of flash-linear-attention's DeltaNet, Gated DeltaNet, Kimi Delta Attention or RWKV-7
     fairseq-mt  a translation model of fairseq's transformer, or of this plugin with softmax; FILE: the folder with
                 both dict.LANGUAGE.txt
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
+from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import Tensor
 
@@ -83,14 +84,16 @@ def run(args: Namespace) -> None:
 
 def load(path: str, data: str) -> tuple[Any, Any]:
     """Return the model of a checkpoint, in evaluation mode, and its task. Raises ValueError for one without a form."""
-    arch = loading.architecture(loading.load_state(path)["cfg"])
-    if ARCH_MODEL_REGISTRY.get(arch) is FwpTransformerModel:
-        (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], {"data": data})
+    state = loading.load_state(path)
+    if ARCH_MODEL_REGISTRY.get(loading.architecture(state["cfg"])) is FwpTransformerModel:
+        state["args"] = None  # checkpoints of an earlier fairseq have both
+        overwrite_args_by_name(state["cfg"], {"data": data})
+        (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)
         if model.decoder.cfg.no_cross_attention or model.decoder.cross_self_attention:
             asked = "trained without --no-cross-attention and --cross-self-attention"
             raise ValueError(f"{path} must be {asked}: it has no other form in ONNX")
     else:
-        model, task, _ = loading.load_model(path, data, {})
+        model, task, _ = loading.load_model(path, data, {}, state)
         if not isinstance(model, FwpLanguageModel):
             expected = "must be an fwp_lm or fwp_transformer"
             raise ValueError(f"{path} {expected}, got {type(model).__name__}: its states have no form in ONNX")

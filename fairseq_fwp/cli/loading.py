@@ -89,9 +89,14 @@ def import_plugin(folder: str | None) -> None:
         raise ValueError(f"--user-dir must be the folder of a plug-in, got {error}, which does not exist") from error
 
 
-def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Load the language model of a checkpoint, its task and its configuration, or raise ValueError or OSError."""
-    state = load_state(path)
+def load_model(
+    path: str, data: str, overrides: dict[str, Any], state: dict[str, Any] | None = None
+) -> tuple[Any, Any, Any]:
+    """Load the language model of a checkpoint, its task and its configuration, or raise ValueError or OSError.
+
+    state: of `load_state`, if the file has been read.
+    """
+    state = load_state(path) if state is None else state
     cfg, state["args"] = state["cfg"], None  # checkpoints of an earlier fairseq have both
     overwrite_args_by_name(cfg, {**read_overrides(path, cfg, overrides), "data": data})
     if saved := getattr(state["model"], "saved", None):
