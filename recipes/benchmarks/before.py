@@ -115,13 +115,13 @@ class Installation:
         if not python.exists():
             raise SystemExit(f"before.py: {folder} must have a .venv: run its recipes/setup.sh first")
         command = [python, __file__, "--serve", *flags]
-        environment = os.environ | KEEP | {"OMP_NUM_THREADS": "1", "FWP_PLUGIN": str(folder / "fairseq_fwp")}
+        environment = os.environ | KEEP | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         first = self.process.stdout.readline()
         if not first:
-            raise SystemExit(f"before.py: the kernels of {folder} cannot be built, see above")
+            raise SystemExit(f"before.py: the calls of {folder} failed, see above")
         self.names = [tuple(name) for name in json.loads(first)]
 
     def seconds(self, which, often):

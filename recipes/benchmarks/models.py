@@ -1,15 +1,14 @@
 """Models as fairseq builds them for a command line, and made-up words that follow Zipf's law."""
 
-import os
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from record import HERE
 
-# before.py sets it to that of another version.
-OURS = ("--user-dir", os.environ.get("FWP_PLUGIN", str(HERE.parents[1] / "fairseq_fwp")))
+# The package of this Python, which may be another version (before.py). fairseq refuses any other path to it.
+OURS = ("--user-dir", find_spec("fairseq_fwp").submodule_search_locations[0])
 SPECIAL = 4  # symbols of fairseq's dictionary
 
 
