@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..modules.attention.softmax import KeyValueCache
 from ..ops import convolution
 from ..ops.fast_weights import Inputs, reference_of
 from ..ops.rule import Rule
@@ -54,8 +55,47 @@ class _Reader(nn.Module):
         return log_probs, *_tensors(state)
 
     def read(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        x, state = self.model.step(tokens, state, 0)
-        return self.model.adaptive_softmax.get_log_prob(x, None), state
+        x, state = self.model.step(tokens, _each(state, _Window, _Window.cache), 0)
+        return self.model.adaptive_softmax.get_log_prob(x, None), _windows(self.model, state)
+
+
+class _Window(NamedTuple):
+    """The keys and values (B, G, w - 1, d) of a window, 0 before the first token, and 1 at the tokens read (B, w - 1).
+
+    In a graph it has its full size from the beginning.
+    """
+
+    keys: Tensor
+    values: Tensor
+    read: Tensor
+
+    def cache(self) -> KeyValueCache:
+        return KeyValueCache(self.keys, self.values, self.read == 0)
+
+
+def _windows(decoder: Any, state: Any) -> Any:
+    """Return the state of a decoder with windows of full size."""
+
+    def window(cache: KeyValueCache, size: int) -> _Window:
+        read = cache.keys.new_ones(cache.keys.shape[::2]) if cache.padding is None else (~cache.padding).to(cache.keys)
+        fill = size - read.shape[1]
+        keys, values = (nn.functional.pad(x, (0, 0, fill, 0)) for x in (cache.keys, cache.values))
+        return _Window(keys, values, nn.functional.pad(read, (fill, 0)))
+
+    layers = tuple(
+        _each(kept, KeyValueCache, partial(window, size=attention.window - 1)) if hasattr(attention, "window") else kept
+        for attention, kept in zip(decoder.attentions, state.layers, strict=True)
+    )
+    return state._replace(layers=layers)
+
+
+def _each(state: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
+    """Return a state whose parts of a kind are changed."""
+
+    def is_kind(part: Any) -> bool:
+        return isinstance(part, kind)
+
+    return pytree.tree_map(lambda part: change(part) if is_kind(part) else part, state, is_leaf=is_kind)
 
 
 def to_onnx(decoder: Any) -> tuple[Any, list[Entry], bool]:
@@ -68,7 +108,7 @@ def to_onnx(decoder: Any) -> tuple[Any, list[Entry], bool]:
     decoder.reads_padding = False
     try:
         with torch.no_grad():
-            start, after = (decoder.step(part, None, 0)[1] for part in (tokens[:, :0], tokens))
+            start, after = (_windows(decoder, decoder.step(part, None, 0)[1]) for part in (tokens[:, :0], tokens))
             reader, entries = _Reader(decoder, start), _entries(start, after)
             try:
                 return _export(reader, tokens, after, entries, many=True), entries, True
@@ -268,11 +308,17 @@ def _translations() -> dict[Any, Callable[..., Any]]:
     found: dict[Any, Callable[..., Any]] = {
         torch.ops.fwp.fast_weights.default: _linear_attention,
         torch.ops.fwp.causal_conv1d.default: convolution.definition,
+        torch.ops.aten.argsort.stable: _argsort,
     }
     for rule in RULES:
         if rule.family is None:
             found[getattr(torch.ops.fwp, rule.name).default] = partial(_one_token, rule)
     return found
+
+
+def _argsort(x: Tensor, stable: bool, dim: int) -> Tensor:
+    """Of equal numbers ONNX takes the first one first, as a stable sort."""
+    return x.int().topk(x.shape[dim], dim, largest=False).indices
 
 
 def _one_token(rule: Rule, *given: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,20 +37,21 @@ from fairseq_fwp.interop.onnx import to_onnx, translation_to_onnx
 pytest.importorskip("onnxruntime")
 GENERATE = Path(__file__).parents[2] / "recipes/onnx/generate.py"
 Model, beam_search, sample, score = map(runpy.run_path(str(GENERATE)).get, ("Model", "beam_search", "sample", "score"))
-LONG = ("delta_dpfp", "decay")  # are read for 1,000 tokens
-WINDOWS = ("local", "local last")
-KINDS = [kind for kind in LANGUAGE_MODELS if kind not in WINDOWS]
+ONE_TOKEN = (  # a call: the operator does not have these rules, and no loop over tokens
+    "decay", "pre-norm", "rwkv7", "RWKV-7", "gdn2", "fwm", "delta_rnn", "softmax and recurrence", "local", "local last",
+)  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.export
 
 
-@pytest.mark.parametrize("kind", [pytest.param(x, marks=() if x == "delta_dpfp" else pytest.mark.slow) for x in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=() if x == "delta_dpfp" else pytest.mark.slow) for x in LANGUAGE_MODELS]
+)
 def test_a_graph_in_pieces_gives_the_log_probabilities_of_the_model(kind, tmp_path):
-    length = 32 if kind == "learned positions" else 1000 if kind in LONG else 40
+    length = 32 if kind == "learned positions" else 1000
     exact = build(kind, tokens_per_sample=32, fwp_backend="auto").eval()
     model = copy.deepcopy(exact).float()
     program, entries, many = to_onnx(model.decoder)
-    one = ("decay", "pre-norm", "rwkv7", "RWKV-7", "gdn2", "fwm", "delta_rnn", "softmax and recurrence")
-    assert many == (kind not in one)
+    assert many == (kind not in ONE_TOKEN)
     program.save(str(tmp_path / "model.onnx"))
     tokens = random_tokens(3, length)
     pieces = tokens.split([7, 1, 1, length - 10, 1] if many else 1, dim=1)
@@ -266,13 +267,12 @@ def test_refusals(folder, tmp_path, monkeypatch):
     refused(export.main, folder / "data", "--path", xl, "--out", tmp_path / "new", says="must be an fwp_lm or fwp_tr")
     refused(export.main, folder / "data", "--path", tmp_path / "no.pt", "--out", tmp_path / "new", says="no checkpoint")
     refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "no/new", says="in a folder that exists")
-    for flags, says in (({"attention_window": 3}, "without --attention-window, got 3"), ({}, "a part without a form")):
-        model, task = build_model("softmax_lm_wt103", **flags), Namespace(target_dictionary=make_dictionary(50))
-        if not flags:
-            model.decoder.layers[0].fc1.forward = lambda x: x * float(x.sum())
-        with monkeypatch.context() as change:
-            change.setattr(export.loading, "load_model", lambda *_, model=model, task=task: (model, task, None))
-            refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says=says)
+    model, task = build_model("softmax_lm_wt103"), Namespace(target_dictionary=make_dictionary(50))
+    model.decoder.layers[0].fc1.forward = lambda x: x * float(x.sum())
+    with monkeypatch.context() as change:
+        change.setattr(export.loading, "load_model", lambda *_: (model, task, None))
+        says = "a part without a form"
+        refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says=says)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says="pip install")
     assert not list(tmp_path.iterdir())

@@ -199,7 +199,7 @@ class LocalAttention(SoftmaxAttention):
         total, past = cache.keys.shape[2], self.window - 1
         q, keys = self.turn(q, cache)
         block = max(min(self.window, length), 1)
-        before, fill = past - (total - length), -length % block
+        before, fill = past - (total - length), -length % block if length else 1
         keys, values = (
             F.pad(part, (0, 0, before, fill)).unfold(2, past + block, block).transpose(-1, -2)
             for part in (keys, cache.values)
