@@ -33,7 +33,11 @@ DEFAULTS = {
 # Of a model: the class there, our rule, and defaults of its own.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "delta_net": ("DeltaNetForCausalLM", "delta", {"expand_k": 1.0, "expand_v": 1.0, "use_gate": False}),
-    "gated_deltanet": ("GatedDeltaNetForCausalLM", "gated_delta", {"expand_v": 2.0, "head_dim": 256, "use_gate": True}),
+    "gated_deltanet": (
+        "GatedDeltaNetForCausalLM",
+        "gated_delta",
+        {"expand_v": 2.0, "head_dim": 256, "output_gate_activation": "swish", "use_gate": True},
+    ),
     "kda": ("KDAForCausalLM", "kda", {"expand_v": 1.0, "head_dim": 128}),
     "rwkv7": (
         "RWKV7ForCausalLM",
@@ -49,6 +53,7 @@ EXPECTED = {
     "qk_activation": ("silu", "its queries and keys have another activation"),
     "qk_norm": ("l2", "its queries and keys have another normalisation"),
     "use_beta": (True, "it always writes with full strength"),
+    "use_output_norm": (True, "its layers do not normalise what they read"),
     "use_short_conv": (True, "it has no short convolution"),
 }
 EXPECTED_OF_RWKV7 = {
@@ -82,10 +87,17 @@ KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         lambda value: type(value) is bool,
         ("allow_neg_eigval", "attn.qkv_bias", "fuse_norm", "tie_word_embeddings", "use_gate"),
     ),
+    "swish, silu or sigmoid": (lambda value: value in ("swish", "silu", "sigmoid"), ("output_gate_activation",)),
     "a list of numbers of layers": (
         lambda value: isinstance(value, list) and value != [] and all(type(one) is int and one >= 0 for one in value),
         ("attn.layers",),
     ),
+}  # fmt: skip
+# Settings of training, of kernels and of the folder, which change nothing here.
+NOT_READ = {
+    "_name_or_path", "architectures", "attn_mode", "auto_map", "bos_token_id", "dtype", "fuse_cross_entropy",
+    "fuse_linear_cross_entropy", "fuse_swiglu", "initializer_range", "max_window_layers", "pad_token_id", "torch_dtype",
+    "transformers_version", "use_cache", "use_l2warp",
 }  # fmt: skip
 # Letters of RWKV-7's mixtures, in our order; and of its projections of low rank, with the settings of their ranks.
 MIXTURES = "rwkvag"
@@ -204,7 +216,8 @@ def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "rwkv7":
         ranks = {f"{ours}_rank": config[setting] for ours, (_, setting) in LOW_RANKS.items()}
         return {**RWKV7, **shared, **ranks, "l2_normalization_epsilon": 1e-6 if config["fuse_norm"] else 0.0}
-    gate = {"kda": "sigmoid"}.get(kind, "silu" if config.get("use_gate") else "none")
+    sigmoid = kind == "kda" or config.get("output_gate_activation") == "sigmoid"
+    gate = "none" if config.get("use_gate") is False else "sigmoid" if sigmoid else "silu"
     return {
         **MODERN,
         **shared,
@@ -353,7 +366,15 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     # Symbols of fairseq's dictionary that the model lacks get probability 0, and are not learned.
     weights["decoder.adaptive_softmax.bias"] = vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf)
     rest.rename({})  # refuses what is left
-    return Conversion("fwp_lm", flags_of(config), weights, vocabulary.words, vocabulary.notes)
+    return Conversion("fwp_lm", flags_of(config), weights, vocabulary.words, [*notes_of(options), *vocabulary.notes])
+
+
+def notes_of(config: Mapping[str, Any]) -> list[str]:
+    """Return a sentence about the settings of config.json that nothing here reads, if it has any."""
+    kinds = (name for _, names in KINDS.values() for name in names)
+    known = {*NOT_READ, *kinds, *EXPECTED, *EXPECTED_OF_RWKV7, "eos_token_id", "model_type", "safe_gate", "value_dim"}
+    others = ", ".join(sorted(config.keys() - known))
+    return [f"{CONFIG} has settings that are not read: {others}; the model must not depend on them"] * bool(others)
 
 
 def take_rows(rest: Tensors, name: str, rows: int) -> Tensor:
@@ -475,6 +496,8 @@ def settings_of_layer(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     }
     if kind == "delta_net":
         return {**settings, "expand_k": heads * key / dim, "expand_v": heads * value / dim}
+    if kind == "gated_deltanet" and given["output_gate"] == "sigmoid":
+        settings["output_gate_activation"] = "sigmoid"
     return {**settings, "head_dim": key, "expand_v": value / key, "num_v_heads": given["decoder_value_heads"]}
 
 

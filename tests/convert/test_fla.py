@@ -37,6 +37,10 @@ CASES = {
          "use_gate": False, "allow_neg_eigval": True, "eos_token_id": None},
         (3, 6, 6, 3),
     ),
+    "gated_deltanet, other gate": (
+        {"model_type": "gated_deltanet", "num_heads": 2, "head_dim": 4, "output_gate_activation": "sigmoid"},
+        (2, 2, 4, 8),
+    ),
     "kda": ({"model_type": "kda", "num_heads": 2, "head_dim": 5, "eos_token_id": 29}, (2, 2, 5, 5)),
     "kda, other options": (
         {"model_type": "kda", "num_heads": 2, "head_dim": 4, "num_v_heads": 4, "expand_v": 1.5, "safe_gate": True,
@@ -252,7 +256,8 @@ def equations(case, config, tensors, tokens):
             out = out / (1 + (-gate).exp())
         elif f"{name}.g_proj.weight" in tensors:
             gate = linear(x, "g_proj")
-            out = out * gate / (1 + (-gate).exp())
+            sigmoid = config.get("output_gate_activation") == "sigmoid"
+            out = out * (1 if sigmoid else gate) / (1 + (-gate).exp())
         return linear(out, "o_proj")
 
     def softmax(x, name):
@@ -373,6 +378,14 @@ def test_there_and_back_again(tmp_path_factory, case, dtype):
     assert all(torch.equal(again.weights[name], tensor) for name, tensor in once.weights.items())
 
 
+def test_settings_that_are_not_read_are_named():
+    config, tensors = make("gated_deltanet")
+    words = [str(number) for number in range(WORDS)]
+    usual = fla.convert(tensors, words, Options(config)).notes
+    note, *others = fla.convert(tensors, words, Options({**config, "use_cache": True, "z": 1, "a": [2]})).notes
+    assert others == usual and "settings that are not read: a, z;" in note
+
+
 def test_earlier_names_of_rwkv7():
     """All mixtures are one tensor, and the ranks are those of the weights."""
     config, tensors = make("rwkv7")
@@ -435,6 +448,12 @@ REFUSALS = [
         for layers in ([], 1, [0, "x"], ["1"], [True], [-1])
     ),
     (dict, {"attn": {}}, "attn in config.json must have layers and num_heads, .*, got {}$"),
+    (
+        dict,
+        {"output_gate_activation": "relu"},
+        "output_gate_activation in .* must be swish, silu or sigmoid, got 'relu'",
+    ),
+    (dict, {"use_output_norm": False}, "use_output_norm = False, which cannot be converted: its layers do not"),
     (dict, {"attn": {"layers": [1], "num_heads": 3}}, "attn.num_heads in .* must divide hidden_size = 16, got 3$"),
     (
         dict,
