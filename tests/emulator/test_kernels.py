@@ -1,5 +1,7 @@
 """The CUDA kernels' logic on the CPU, with the emulator: everything except speed and a GPU's memory model."""
 
+from functools import partial
+
 import pytest
 import torch
 from emulator import CHUNK, RULES, EmulatorError, prepare
@@ -153,17 +155,19 @@ def test_chunks_on_tensor_cores(emulator, rule, shape, state):
     check_absent_gradients(emulator, *drawn[:2])
 
 
+def remember(rule, given):
+    """Let what was written long ago still matter, across several segments."""
+    if "delta" in rule:
+        given["rate"] = (0.02 * torch.rand(given["rate"].shape)).bfloat16()
+    if "decay" in given:
+        given["decay"] = 1 - 0.001 * torch.rand(given["decay"].shape)
+
+
 @pytest.mark.parametrize(("rule", "shape", "state"), SEGMENTED, ids=str)
 def test_segments_side_by_side(emulator, rule, shape, state):
-    """Few long sequences; what was written long ago still matters, across several segments."""
-
-    def remember(given):
-        if "delta" in rule:
-            given["rate"] = (0.02 * torch.rand(given["rate"].shape)).bfloat16()
-        if "decay" in given:
-            given["decay"] = 1 - 0.001 * torch.rand(given["decay"].shape)
-
-    drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, remember, OF_GATE, state=state)
+    """Few long sequences."""
+    change = partial(remember, rule)
+    drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATE, state=state)
     assert emulator.workspace_bytes(prepare(*drawn[:2])[0], shape, torch.bfloat16, is_backward=False) > 0
     check_other_orders_and_gpus(emulator, *drawn)
     check_absent_gradients(emulator, *drawn[:2])
