@@ -18,20 +18,11 @@ def linear_attention(rule, shape, domain, decays, rates):
     """
     B, H, L, Dk, Dv = shape
     names = ["query", "key", "value", "past_state", "decay" if decays else "", "beta" if rates else ""]
-    node = helper.make_node(
-        "LinearAttention",
-        names,
-        ["output", "present_state"],
-        update_rule=rule,
-        scale=1.0,
-        q_num_heads=H,
-        kv_num_heads=H,
-        domain=domain,
-    )
-    state = [B, H, Dk, Dv]
+    asked = {"update_rule": rule, "scale": 1.0, "q_num_heads": H, "kv_num_heads": H, "domain": domain}
+    node = helper.make_node("LinearAttention", names, ["output", "present_state"], **asked)
     # Without these sizes the Scan does not run.
-    sizes = {"query": [B, L, H * Dk], "key": [B, L, H * Dk], "value": [B, L, H * Dv], "past_state": state}
-    sizes |= {"output": [B, L, H * Dv], "present_state": state}
+    sizes = {name: [B, L, H * D] for name, D in (("query", Dk), ("key", Dk), ("value", Dv), ("output", Dv))}
+    sizes |= {name: [B, H, Dk, Dv] for name in ("past_state", "present_state")}
     inputs, outputs = (
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes.get(name)) for name in of if name]
         for of in (names, node.output)
@@ -50,7 +41,6 @@ def pack(q, k, v, state, decay=None, beta=None):
         return np.ascontiguousarray(x.transpose(1, 2).flatten(2).numpy())
 
     feed = {"query": tokens_first(q), "key": tokens_first(k), "value": tokens_first(v), "past_state": state.numpy()}
-    for name, x in (("decay", None if decay is None else decay.log()), ("beta", beta)):
-        if x is not None:
-            feed[name] = tokens_first(x if x.dim() == 4 else x.unsqueeze(-1))
-    return feed
+    if decay is not None:
+        feed["decay"] = tokens_first((decay if decay.dim() == 4 else decay.unsqueeze(-1)).log())
+    return feed if beta is None else feed | {"beta": tokens_first(beta.unsqueeze(-1))}

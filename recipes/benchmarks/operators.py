@@ -70,16 +70,12 @@ def pairs_of_products():
     matrix, helper = torch.randn(384, 384), ThreadPoolExecutor(1)
     multiply = partial(torch.mm, matrix, matrix)
 
-    def in_turn():
-        multiply()
-        multiply()
-
     def at_once():
         other = helper.submit(multiply)
         multiply()
         other.result()
 
-    return dict(zip(PAIRS, (Contender(in_turn), Contender(at_once)), strict=True))
+    return dict(zip(PAIRS, (Contender(lambda: (multiply(), multiply())), Contender(at_once)), strict=True))
 
 
 def measure_shape(record, where, shape, found):
@@ -113,11 +109,9 @@ def measure_steps(record, where, shape):
     expected = inputs.step("delta", exact, state.double(), "reference")()
     attend = torch.nn.functional.scaled_dot_product_attention
     steps = {"delta": Contender(inputs.step("delta", tensors, state))}
+    steps["in place"] = Contender(partial(peers.step_in_place, *tensors.values(), state.clone()))
     with torch.no_grad():
-        for name, step in peers.STEPS.items():
-            call = partial(step, *tensors.values())
-            inputs.check_results(f"the decoding step '{name}'", expected, call(state.clone()))
-            steps[name] = Contender(partial(call, state.clone()))
+        inputs.check_results("step in place", expected, peers.step_in_place(*tensors.values(), state.clone()))
         inputs.check_results("our decoding step", expected, steps["delta"].call())
         for context in CONTEXTS:
             cache = [torch.randn(shape[0], 8, context, 64) for _ in range(2)]
@@ -165,9 +159,8 @@ def goals(record):
             rows.append(compare(record, goal, (where, TRAINING, peer), (where, TRAINING, faster), note=note))
     for what, bound in (("best PyTorch step", 2.5), *((f"SDPA with a cache of {n}", None) for n in CONTEXTS)):
         for where in STEPS:
-            peer = f"SDPA, cache of {what.split()[-1]}" if bound is None else fastest(record, where, STEP, peers.STEPS)
-            goal = Goal(f"{STEP}, delta vs {what}", where, bound)
-            note = peer if bound else ""
+            peer, goal = f"SDPA, cache of {what.split()[-1]}", Goal(f"{STEP}, delta vs {what}", where, bound)
+            peer, note = (peer, "") if bound is None else ("in place", "in place")
             rows.append(compare(record, goal, (where, STEP, peer), (where, STEP, "delta"), note=note))
     goal = Goal(f"extra memory of delta, {TRAINING}, in {SIZES}", "8k", 6, at_most=True)
     return [*rows, goal.row(record.values("8k", TRAINING, "delta", SIZES), "peak resident memory, own process")]

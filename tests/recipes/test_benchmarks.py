@@ -60,14 +60,9 @@ def test_peers_equal_the_reference(load, L, chunk):
         actual = peer(*tensors)
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(torch.autograd.grad(actual.square().sum(), tensors), gradients)
-
-
-def test_step_peers_equal_the_reference(load):
-    q, k, v, beta = (x.detach() for x in example(1))
-    state = torch.randn(2, 3, 6, 5, dtype=torch.float64)
-    expected = ops.delta_rule(q, k, v, beta, state, backend="reference")
-    for step in load("peers").STEPS.values():
-        torch.testing.assert_close(step(q, k, v, beta, state.clone()), expected)
+    token, state = [x[:, :, :1].detach() for x in tensors], torch.randn(2, 3, 6, 5, dtype=torch.float64)
+    expected = ops.delta_rule(*token, state, backend="reference")
+    torch.testing.assert_close(peers.step_in_place(*(x.contiguous() for x in token), state.clone()), expected)
 
 
 def test_a_wrong_contender_ends_everything(load):
@@ -252,16 +247,6 @@ def test_the_cases_of_the_sanitizer_run(load, monkeypatch, capsys):
     runpy.run_path(BENCHMARKS / "gpu.py", run_name="__main__")
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) == 13 and "(1, 2, 2100, 128, 128)" in shown and "nan" not in shown
-
-
-def test_kernels_are_checked_before_the_sanitizer_runs(load, monkeypatch, tmp_path):
-    """Under the sanitizer, the check before the first use would take minutes."""
-    monkeypatch.setenv("FWP_TINY", "1")
-    gpu, order = load("gpu"), []
-    monkeypatch.setattr(gpu, "find_faults", lambda device: order.append("check") or {})
-    monkeypatch.setattr(gpu.subprocess, "call", lambda command, **options: order.append(command[4]) or 127)
-    gpu.laws(tmp_path / "gpu_laws.csv", 1, None)
-    assert order == ["check", sys.executable, "compute-sanitizer", "compute-sanitizer"]
 
 
 def test_jobs_end_in_time_and_say_why(load):
