@@ -13,14 +13,14 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from commands import RecipeError
 
-# Kind of recipe: the module whose main(arguments) runs it.
+# Kind of recipe: its module, and the class there whose `main` runs it.
 KINDS = {
-    "language-model": "language_models",
-    "fast-weight-layer": "fast_weight_layers",
-    "conversion": "conversion",
-    "translation": "translation",
-    "retrieval": "retrieval",
-    "problems": "problems",
+    "language-model": ("language_models", "LanguageModels"),
+    "fast-weight-layer": ("fast_weight_layers", "FastWeightLayers"),
+    "conversion": ("conversion", "Conversion"),
+    "translation": ("translation", "Translation"),
+    "retrieval": ("retrieval", "Retrieval"),
+    "problems": ("problems", "Problems"),
 }
 
 
@@ -29,7 +29,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"usage: python recipes/driver {{{','.join(KINDS)}}} --recipe FOLDER ...")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        importlib.import_module(KINDS[arguments[0]]).main(arguments[1:])
+        module, kind = KINDS[arguments[0]]
+        getattr(importlib.import_module(module), kind)(arguments[1:]).main()
     except (RecipeError, ValueError, OSError) as error:
         sys.exit(f"run.sh: {error}")
     except KeyboardInterrupt:

@@ -18,13 +18,17 @@ class RecipeError(Exception):
     """The reason why a recipe stops, in one sentence."""
 
 
+class CommandError(RecipeError):
+    """A command failed."""
+
+
 def show(words: list[str]) -> None:
     """Print a command as for a shell."""
     print("+ " + shlex.join(words), file=sys.stderr, flush=True)
 
 
 def run(*words: object, log: Path | None = None) -> None:
-    """Print a command and run it; its output goes to `log` if given. Raises RecipeError if it fails."""
+    """Print a command and run it; its output goes to `log` if given. Raises CommandError if it fails."""
     command = [str(word) for word in words]
     show(command)
     sys.stdout.flush()
@@ -33,7 +37,7 @@ def run(*words: object, log: Path | None = None) -> None:
     if code:
         last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2] if log else ""
         where = f": see {log}, which ends with {last!r}" if log else ""
-        raise RecipeError(f"{command[0]} failed (exit status {code}){where}.")
+        raise CommandError(f"{command[0]} failed (exit status {code}){where}.")
 
 
 @contextlib.contextmanager
@@ -64,7 +68,10 @@ def check_same(file: Path, settings: str) -> None:
 
 
 def _flags(settings: str) -> dict[str, list[float | str]]:
-    """Return the values of each flag, the last ones if it is given twice; words before all flags belong to ""."""
+    """Return the values of each flag, the last ones if it is given twice; words before all flags belong to "".
+
+    Numbers are compared as such: 2e-5 equals 0.00002.
+    """
     try:
         words = shlex.split(settings)
     except ValueError:  # an apostrophe in a path
@@ -74,14 +81,9 @@ def _flags(settings: str) -> dict[str, list[float | str]]:
     for word in words:
         if word.startswith("--"):
             values = found[word] = []
-        else:
-            values.append(_value(word))
+            continue
+        values.append(word)
+        with contextlib.suppress(ValueError):
+            if math.isfinite(number := float(word)):
+                values[-1] = number
     return found
-
-
-def _value(word: str) -> float | str:
-    """Return the number of a word, so that 2e-5 equals 0.00002; other words unchanged."""
-    with contextlib.suppress(ValueError):
-        if math.isfinite(number := float(word)):
-            return number
-    return word

@@ -1,21 +1,24 @@
 """Recipes of conversion: a softmax model is converted to each row of rows.yaml, fine-tuned and measured."""
 
 import argparse
+import statistics
 from pathlib import Path
 from typing import Any
 
 import training
 from arguments import ROOT, names, whole_number
-from commands import RecipeError, run, whole, write
-from evaluation import check_scored
+from commands import CommandError, RecipeError, run, write
+from evaluation import score
 from flags import read_flags, read_yaml, refusal
 from language_models import LanguageModels
+from log import read_json
 from prepare import SPLITS, cut, preprocess_text, remove
 from recipe import STAGES, Model
-from reports import conversion as tables
-from reports.conversion import SOFTMAX, SOURCE
-from tables import save
+from tables import markdown, mean, read_run, save, show
 
+# The model before conversion, and the same model after as much fine-tuning as the other rows.
+SOURCE, SOFTMAX = "source", "softmax"
+Row = dict[str, Any]
 # The source model's kind for each corpus, as fwp-convert names it.
 FORMATS = {"peps": "fairseq-lm", "wikitext103": "fairseq-lm", "gpt2": "gpt2"}
 
@@ -37,26 +40,17 @@ class Conversion(LanguageModels):
         if self.args.corpus == "peps" and self.args.model:
             raise RecipeError("--model must be left out with --corpus peps, whose model is trained here.")
         self.source = self.out / SOFTMAX / "converted"
-        self.plugin = ["--user-dir", str(self.recipe / "mao_ablations")]
+        self.plugin = ("--user-dir", str(self.recipe / "mao_ablations"))
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         self.add_text_flags(parser)
         parser.set_defaults(any_text=False, test=None, conf=None, models=None)
         parser.add_argument("--corpus", choices=FORMATS, default="peps", help="corpus and source model (default: peps)")
-        parser.add_argument(
-            "--model",
-            type=Path,
-            metavar="PATH",
-            help="source model: wikitext103: fairseq's checkpoint; gpt2: a folder; see above",
-        )
+        model = "source model: wikitext103: fairseq's checkpoint; gpt2: a folder; see above"
+        parser.add_argument("--model", type=Path, metavar="PATH", help=model)
         parser.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows in rows.yaml (default: all)")
-        parser.add_argument("--seeds", type=whole_number, metavar="N", help="train each row with the seeds 1 to N")
-        parser.add_argument(
-            "--source-updates",
-            type=whole_number,
-            metavar="N",
-            help="peps: updates of the source model (default: 4000)",
-        )
+        updates = "peps: updates of the source model (default: 4000)"
+        parser.add_argument("--source-updates", type=whole_number, metavar="N", help=updates)
 
     @property
     def default_out(self) -> Path:
@@ -73,8 +67,7 @@ class Conversion(LanguageModels):
                 raise RecipeError(f"--rows must be among {', '.join(self.rows)}, got {name}.")
         if start == SOFTMAX:  # the others start from it
             rows = [SOFTMAX, *rows]
-        seeds = range(1, self.args.seeds + 1) if self.args.seeds else [None]
-        models = [self.named(name, None if name == start else seed) for name in rows for seed in seeds]
+        models = [self.named(name, None if name == start else seed) for name in rows for seed in self.seeds]
         return list(dict.fromkeys(models))
 
     def named(self, name: str, seed: int | None) -> Model:
@@ -150,9 +143,7 @@ class Conversion(LanguageModels):
     # A row.
 
     def train(self, model: Model) -> None:
-        task, start = self.start(model)
-        flags = [*task, *model.flags, *self.plugin, *start, *self.extra, *self.teacher(model)]
-        training.train(model.folder, self.bin, flags)
+        super().train(model)
         if not model.has("checkpoint_best.pt") and not model.has("diverged"):
             write(model.folder / "diverged", "no validation perplexity was a number\n")
 
@@ -184,19 +175,14 @@ class Conversion(LanguageModels):
         path = folder / f"{measure}.json"
         if path.exists():
             return
-        with whole(path) as work:
-            try:
-                run(
-                    "fwp-eval-lm", self.bin, *self.plugin, "--path", checkpoint, "--gen-subset", split,
-                    "--tokens-per-sample", self.tokens, "--context-window", context, "--no-progress-bar",
-                    "--json", work, *self.evaluation_flags,
-                )  # fmt: skip
-            except RecipeError:  # a converted model may give probabilities of zero
-                if folder.name != "converted":
-                    raise
-                work.write_text('{"perplexity": Infinity}\n', encoding="utf-8")
-            else:
-                check_scored(work, self.words / f"{split}.txt")
+        reading = ["--tokens-per-sample", self.tokens, "--context-window", context]
+        flags = [*self.plugin, *reading, *self.evaluation_flags]
+        try:
+            score(checkpoint, path, self.bin, split, self.words, flags)
+        except CommandError:  # a converted model may give probabilities of zero
+            if folder.name != "converted":
+                raise
+            write(path, '{"perplexity": Infinity}\n')
 
     @property
     def tokens(self) -> int:
@@ -210,9 +196,84 @@ class Conversion(LanguageModels):
         for model in self.models:
             if model.has("diverged"):
                 self.measure_converted(model)
-        rows = tables.read_results(self.corpus, self.out)
-        save(self.out, "results", rows, tables.table(self.corpus, rows))
+        rows = read_results(self.corpus, self.out)
+        save(self.out, "results", rows, table(self.corpus, rows))
 
 
-def main(arguments: list[str]) -> None:
-    Conversion(arguments).main()
+def read_results(corpus: dict[str, Any], out: Path) -> list[Row]:
+    """Return the results of the source, then of each row that has any; None: not measured."""
+    found = [read_row(SOURCE, out / SOFTMAX / "converted", corpus["measures"])]
+    for name in (row["run"] for row in corpus["rows"]):
+        folders = [out / name, *sorted((out / name).glob("seed_*"))]
+        found += [read_row(name, folder, corpus["measures"]) for folder in folders]
+    return [row for row in found if any(row[name] is not None for name in row.keys() - {"run", "seed"})]
+
+
+def read_row(run: str, folder: Path, measures: list[str]) -> Row:
+    """Return the results of a training, by the columns of the CSV; None if nothing was measured."""
+    training, seed = read_run(folder), folder.name.removeprefix("seed_")
+    before, after = (read_json(at / f"{measures[0]}.json") for at in (folder / "converted", folder))
+    row = {"run": run, "seed": int(seed) if seed != folder.name else None}
+    row |= {"state": before.get("state_size") or after.get("state_size")}
+    row |= {"updates": training.updates, "hours": training.hours}
+    row |= {f"converted, {measures[0]}": before.get("perplexity")}
+    for name in measures:
+        row[name] = "diverged" if training.diverged else read_json(folder / f"{name}.json").get("perplexity")
+    return row
+
+
+def shown(value: float | str | None) -> str:
+    """Return a perplexity as text for a table; words stay as they are."""
+    return f"{value:.1e}" if isinstance(value, float) and value >= 1e5 else show(value, none="not run")
+
+
+def table(corpus: dict[str, Any], found: list[Row]) -> list[str]:
+    """Return the source, then a line for each row, with the shares of its source and of softmax that it recovers.
+
+    A share is the source's perplexity / its own: Mao 2022, Sec. 4.1.4, has 99 % for 14.5 and 14.6.
+    """
+    seeds: dict[str, list[Row]] = {}
+    for row in found:
+        seeds.setdefault(row["run"], []).append(row)
+    measures, first, rows = corpus["measures"], corpus["measures"][0], corpus["rows"]
+
+    def numbers(run: str, name: str) -> list[float]:
+        return [row[name] for row in seeds.get(run, ()) if isinstance(row[name], int | float)]
+
+    def value(run: str, name: str) -> Any:
+        """Return the mean of the seeds, or a word."""
+        known = numbers(run, name)
+        return statistics.mean(known) if known else seeds[run][0][name] if run in seeds else None
+
+    def recovered(whole: Any, part: Any) -> str:
+        both = isinstance(whole, int | float) and isinstance(part, int | float)
+        return f"{whole / part:.1%}" if both else "-"
+
+    compared = {"of the source": value(corpus["start"], first)}
+    if corpus["start"] == SOURCE and any(row["run"] == SOFTMAX for row in rows):
+        compared["of softmax, fine-tuned"] = value(SOFTMAX, first)
+    # The paper's source, as a separate line or as the row that it fine-tuned.
+    paper_source = corpus["source"] or next((row["paper"] for row in rows if row["run"] == SOFTMAX), {})
+    papers = list(dict.fromkeys(measure for row in rows for measure in row["paper"]))
+
+    def line(name: str, run: str, paper: dict[str, Any], shares: list[str], share: str) -> list[str]:
+        several, ours = len(seeds.get(run, ())), []
+        for measure in measures:
+            known = numbers(run, measure)
+            # An infinite perplexity has no deviation.
+            ours.append(mean(known) if several > 1 and known and max(known) < 1e5 else shown(value(run, measure)))
+        name += f", {several} seeds" if several > 1 else ""
+        start = "-" if run == SOURCE else shown(value(run, f"converted, {first}"))
+        theirs = [shown(paper.get(measure, "-")) for measure in papers]
+        state, updates = (show(value(run, head), 0) for head in ("state", "updates"))
+        return [name, state, start, *ours, *shares, *theirs, share, updates]
+
+    before = "source" if corpus["start"] == SOURCE else "before fine-tuning"
+    lines = [line(before, SOURCE, corpus["source"], ["-"] * len(compared), "-")]
+    for row in rows:
+        shares = [recovered(source, value(row["run"], first)) for source in compared.values()]
+        measure = next(iter(row["paper"]), None)
+        share = recovered(paper_source.get(measure), row["paper"].get(measure))
+        lines.append(line(row["row"], row["run"], row["paper"], shares, share))
+    heads = ["row", "state", f"converted, {first}", *measures, *compared]
+    return markdown([*heads, *(f"paper {name}" for name in papers), "paper, of its source", "updates"], lines)

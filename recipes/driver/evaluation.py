@@ -45,12 +45,10 @@ def read_ways(path: Path, name: str) -> list[Way]:
 
 
 def read_way(path: Path, label: str, asked: Any) -> Way:
-    if isinstance(asked, str):
-        return Way(label, asked)
+    asked = {"flags": asked} if isinstance(asked, str) else asked
     if unknown := asked.keys() - set(Way._fields):
-        raise RecipeError(
-            f"{path}: the fields of an evaluation must be among {', '.join(Way._fields[1:])}, got {', '.join(unknown)}."
-        )
+        known = ", ".join(Way._fields[1:])
+        raise RecipeError(f"{path}: the fields of an evaluation must be among {known}, got {', '.join(unknown)}.")
     lists = {field: tuple(asked[field].split()) for field in ("splits", "values") if field in asked}
     return Way(label, asked["flags"], test_all=asked.get("test_all") == "true", **lists)
 
@@ -68,20 +66,19 @@ def evaluate(folder: Path, data: Path, text: Path, way: Way, flags: list[str]) -
             values = (best(folder, way.label),)
         for value in values:
             path = result(folder, split, way.label, value)
-            score(folder, path, data, split, text, [*way.words(value), *flags])
+            score(folder / "checkpoint_best.pt", path, data, split, text, [*way.words(value), *flags])
 
 
-def score(folder: Path, path: Path, data: Path, split: str, text: Path, flags: list[str]) -> None:
-    """Run fwp-eval-lm, unless the result exists, and check that it scored every token of text/SPLIT.txt."""
+def score(checkpoint: Path, path: Path, data: Path, split: str, text: Path | None, flags: list[object]) -> None:
+    """Run fwp-eval-lm, unless the result exists; with `text` check that it scored every token of text/SPLIT.txt."""
     if path.exists():
         print(f"{path.parent.name} is evaluated already: {path}")
         return
     with whole(path) as work:
-        run(
-            "fwp-eval-lm", data, "--path", folder / "checkpoint_best.pt", "--gen-subset", split, "--no-progress-bar",
-            "--json", work, *flags,
-        )  # fmt: skip
-        check_scored(work, text / f"{split}.txt")
+        out = ["--no-progress-bar", "--json", work]
+        run("fwp-eval-lm", data, "--path", checkpoint, "--gen-subset", split, *out, *flags)
+        if text:
+            check_scored(work, text / f"{split}.txt")
     print(f"The result is in {path}: perplexity {read_json(path)['perplexity']:.2f}", flush=True)
 
 

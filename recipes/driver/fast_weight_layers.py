@@ -1,12 +1,14 @@
 """Recipes of fast weight layers: train each base, add a layer on top, and evaluate both."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import evaluation
 import training
 from commands import RecipeError, run, whole
 from evaluation import Way
+from flags import read_yaml
 from language_models import LanguageModels
 from log import read_json
 from prepare import preprocess
@@ -14,22 +16,7 @@ from recipe import STAGES, Model
 from tables import markdown, save, show
 
 SPEED_LINES = 400  # of the test text, for measurements of speed
-# Row of Table 2 of Clark et al. 2022, our folder and label, and the paper's valid perplexity by base.
-ROWS: list[tuple[str, str, str, dict[str, float]]] = [
-    ("No FWLs", "base", "plain", {"local": 25.1, "xl": 17.3}),
-    ("the layer, without fast weights", "slow", "plain", {}),
-    ("FWLs", "fwl", "plain", {"local": 22.4, "xl": 15.9}),
-    ("FWLs, gradients at carried weights", "carried", "plain", {}),
-    ("Test-time only", "slow", "test-time", {"local": 24.1, "xl": 16.7}),
-    ("Test-time only, gradients at carried weights", "slow", "carried", {}),
-    ("Bias only, at test time", "slow", "test-bias", {}),
-    ("Bias only", "bias", "plain", {"local": 25.0, "xl": 17.3}),
-    ("Dynamic evaluation, RMS", "base", "rms", {"local": 22.4, "xl": 15.8}),
-    ("Dynamic evaluation, RMS", "slow", "rms", {}),
-    ("Dynamic evaluation, SGD", "base", "sgd", {}),
-]
-# Blocks that are read separately carry no state.
-ROWS_OF = {"local": [row for row in ROWS if "carried" not in row[1:3]], "xl": ROWS}
+TITLES = {"local": "Local attention", "xl": "Transformer-XL"}
 
 
 class FastWeightLayers(LanguageModels):
@@ -62,16 +49,11 @@ class FastWeightLayers(LanguageModels):
     def evaluate(self, model: Model) -> None:
         """Evaluate, then measure the speed of each way on the first lines of the test text."""
         super().evaluate(model)
-        data = self.prepare_speed() if not self.args.test else None
-        for way in self.ways(model) if data else ():
-            path = evaluation.result(model.folder, "speed", way.label)
-            if not path.exists():
-                value = evaluation.best(model.folder, way.label) if way.values else ""
-                with whole(path) as work:
-                    run(
-                        "fwp-eval-lm", data, "--path", model.folder / "checkpoint_best.pt", "--no-progress-bar",
-                        "--json", work, *way.words(value), *self.evaluation_flags,
-                    )  # fmt: skip
+        for way in self.ways(model) if not self.args.test else ():
+            value = evaluation.best(model.folder, way.label) if way.values else ""
+            path, flags = evaluation.result(model.folder, "speed", way.label), way.words(value)
+            checkpoint = model.folder / "checkpoint_best.pt"
+            evaluation.score(checkpoint, path, self.prepare_speed(), "test", None, [*flags, *self.evaluation_flags])
 
     def prepare_speed(self) -> Path:
         """Write the first lines of the test text; the statistics of RMS come from a training text next to it."""
@@ -85,36 +67,36 @@ class FastWeightLayers(LanguageModels):
                 preprocess(work / "bin", "--only-source", *words)
                 for ending in ("bin", "idx"):
                     shutil.copy(self.bin / f"train.{ending}", work / "bin")
-        return folder / "bin" if (folder / "bin").is_dir() else folder
+        return folder / "bin"
 
     def report(self) -> None:
-        if self.args.test:
-            return
-        rows = read_rows(self.out)
+        rows = read_rows(read_yaml(self.recipe / "rows.yaml", plain=False), self.out)
         save(self.out, "rows", rows, table(rows))
 
 
-def read_rows(out: Path) -> list[dict[str, object]]:
+def read_rows(asked: list[dict], out: Path) -> list[dict[str, object]]:
     """Return the numbers of each row; empty: not run. All speeds are measured on the same text."""
     found = []
-    for base, rows in ROWS_OF.items():
-        for row, name, label, paper in rows:
-            folder = out / base / name
-            valid = evaluation.results(folder, "valid", label)
-            value = evaluation.best(folder, label) if valid else ""
-            test = evaluation.results(folder, "test", label).get(value, {})
-            timed = read_json(folder / f"speed {label}.json")
-            cells = {"base": base, "row": row, "conf": name, "step": value}
-            cells |= {"valid": valid.get(value, {}).get("perplexity", ""), "test": test.get("perplexity", "")}
-            cells["tokens_per_second"] = timed["tokens"] / timed["seconds"] if timed else ""
-            found.append({**cells, "paper_valid": paper.get(base, "")})
+    for base, row in product(TITLES, asked):
+        name, label = row["run"], row["evaluated"]
+        if base == "local" and "carried" in (name, label):  # blocks that are read separately carry no state
+            continue
+        folder = out / base / name
+        valid = evaluation.results(folder, "valid", label)
+        value = evaluation.best(folder, label) if valid else ""
+        test = evaluation.results(folder, "test", label).get(value, {})
+        timed = read_json(folder / f"speed {label}.json")
+        cells = {"base": base, "row": row["row"], "conf": name, "step": value}
+        cells |= {"valid": valid.get(value, {}).get("perplexity", ""), "test": test.get("perplexity", "")}
+        cells["tokens_per_second"] = timed["tokens"] / timed["seconds"] if timed else ""
+        found.append({**cells, "paper_valid": row.get("paper", {}).get(base, "")})
     return found
 
 
 def table(rows: list[dict]) -> list[str]:
     """Return a table for each base."""
     lines = []
-    for base, title in (("local", "Local attention"), ("xl", "Transformer-XL")):
+    for base, title in TITLES.items():
         heads = ["row of Table 2", f"conf/{base}/", "step", "valid", "test", "tokens/s", "paper valid"]
         cells = []
         for row in (row for row in rows if row["base"] == base):
@@ -123,7 +105,3 @@ def table(rows: list[dict]) -> list[str]:
             cells.append([row["row"], f"{row['conf']}.yaml", row["step"] or "-", *ours, speed, paper])
         lines += [f"**{title}**", "", *markdown(heads, cells, left=2), ""]
     return lines[:-1]
-
-
-def main(arguments: list[str]) -> None:
-    FastWeightLayers(arguments).main()

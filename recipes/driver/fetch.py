@@ -1,4 +1,4 @@
-"""Download archives with known checksums from several sources; a broken download is resumed."""
+"""Downloads, with checksums from several sources; a broken download is resumed."""
 
 import hashlib
 import http.client
@@ -7,7 +7,6 @@ import sys
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,13 +32,40 @@ class Archive(NamedTuple):
     def fetch(self, folder: Path) -> None:
         """Download the file into a folder and unpack it there. Raises RecipeError."""
         path = folder / self.name
-        fetch(path, self.checksum, self.urls)
+        if not (path.exists() and self.checksum in (None, sha256(path))):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.download(path)
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:
                 archive.extractall(folder)
         elif ".tar" in path.suffixes or path.suffix == ".tgz":
             patterns = ["--wildcards", *self.members] if self.members else []
             run("tar", "-xzf", path, "-C", folder, *patterns)
+
+    def download(self, path: Path) -> None:
+        """Download the first URL that has the file. `path` only changes if the new one has the checksum.
+
+        If a connection breaks, the received part stays in FILE.part, and the next source or the next run continues it.
+        Raises RecipeError with the reason for every source if none has the file.
+        """
+        part, reasons = path.with_name(path.name + ".part"), []
+        for url in self.urls:
+            print(f"fetching {url}", file=sys.stderr)
+            try:
+                began_elsewhere = part.exists()
+                receive(url, part)
+                if self.checksum not in (None, sha256(part)) and began_elsewhere:
+                    part.unlink()
+                    receive(url, part)
+                found = sha256(part)
+                if self.checksum in (None, found):
+                    part.replace(path)
+                    return
+                part.unlink()
+                reasons.append(f"{url} has another file (its SHA-256 is {found})")
+            except (OSError, http.client.HTTPException) as error:
+                reasons.append(f"{url}: {error}")
+        raise RecipeError(f"no source has {path.name}: {'; '.join(reasons)}. Give a folder of the data with --data.")
 
 
 def sha256(path: Path) -> str:
@@ -66,32 +92,3 @@ def receive(url: str, part: Path) -> None:
         received, length = file.tell() - before, response.headers.get("Content-Length")
     if length is not None and received < int(length):
         raise OSError(f"the connection ended after {received:,} of {int(length):,} bytes")
-
-
-def fetch(path: Path, checksum: str | None, urls: Sequence[str]) -> None:
-    """Download a file from the first URL that has it. The file only changes if the new one has that checksum.
-
-    If a connection breaks, the received part stays in FILE.part, and the next source or the next run continues it.
-    Raises RecipeError with the reason for every source if none has the file.
-    """
-    if path.exists() and checksum in (None, sha256(path)):
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part, reasons = path.with_name(path.name + ".part"), []
-    for url in urls:
-        print(f"fetching {url}", file=sys.stderr)
-        try:
-            began_elsewhere = part.exists()
-            receive(url, part)
-            if checksum not in (None, sha256(part)) and began_elsewhere:
-                part.unlink()
-                receive(url, part)
-            found = sha256(part)
-            if checksum in (None, found):
-                part.replace(path)
-                return
-            part.unlink()
-            reasons.append(f"{url} has another file (its SHA-256 is {found})")
-        except (OSError, http.client.HTTPException) as error:
-            reasons.append(f"{url}: {error}")
-    raise RecipeError(f"no source has {path.name}: {'; '.join(reasons)}. Give a folder that has the data with --data.")

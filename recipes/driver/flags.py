@@ -17,6 +17,8 @@ from typing import Any
 
 from commands import RecipeError
 
+# At fairseq's import it advises a package that is not needed.
+logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
 # Flags that do not change scores, and so are not in names of results: with a value, without one.
 SILENT = {"--batch-size", "--log-format", "--log-interval"}, {"--cpu", "--no-progress-bar"}
 # Lines that are not flags: the model that a training begins with, and the options of fwp-convert for it.
@@ -33,22 +35,24 @@ def read_yaml(path: Path, plain: bool = True) -> Any:
         raise RecipeError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
-def read_flags(path: Path) -> list[str]:
-    """Return the flags of one YAML file, in the order written. Raises RecipeError for one that is not flat."""
+def read_conf(path: Path) -> list[tuple[str, str]]:
+    """Return the lines of a YAML file and of those that it includes, in the order written. RecipeError if not flat."""
     settings = read_yaml(path)
     if not isinstance(settings, dict):
         raise RecipeError(f"{path} must be a flat list of `flag: value` lines.")
-    flags = []
+    lines = []
     for name, value in settings.items():
         if not isinstance(value, str) or value in ("", "false"):
             raise RecipeError(
                 f"{path}: {name} must have one plain value, `true` for a switch; leave out a switch that is off."
             )
-        if name == "include":
-            flags += read_flags(path.parent / value)
-        elif name not in START:
-            flags += as_flags({name: value})
-    return flags
+        lines += read_conf(path.parent / value) if name == "include" else [(name, value)]
+    return lines
+
+
+def read_flags(path: Path) -> list[str]:
+    """Return the flags of a YAML file, without the model that the training begins with."""
+    return [word for name, value in read_conf(path) if name not in START for word in as_flags({name: value})]
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
@@ -86,7 +90,6 @@ def refusal(flags: list[str], program: str = "fairseq-train") -> str | None:
 
     The program is fairseq-train, fairseq-generate or fwp-eval-lm.
     """
-    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # advises a package that is not needed
     from fairseq import options
 
     from fairseq_fwp.cli import eval_lm

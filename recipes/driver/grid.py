@@ -1,4 +1,8 @@
-"""Recipes of many small trainings: plan, train several at once, and report."""
+"""Recipes of many small trainings: plan, train several at once, and report.
+
+The folder of a training gets settings.txt (the flags) and train.log. At its end it gets `finished`, a summary of the
+log, and its checkpoints are removed.
+"""
 
 import os
 
@@ -6,15 +10,20 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fcntl
-from collections.abc import Callable
+import multiprocessing
+import shlex
+import signal
+import sys
 from itertools import pairwise
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import ROOT, Parser, whole_number
-from commands import RecipeError
+from commands import RecipeError, check_same, write
 from flags import refusal
-from training import Training, import_fairseq, train_all
+from log import find_log
+from training import PLUGIN
 
 STAGES = {
     "plan": "print the trainings that are not finished",
@@ -24,51 +33,114 @@ STAGES = {
 }
 
 
-class Grid(NamedTuple):
-    """A recipe's trainings, and the function that reports them."""
+class Training(NamedTuple):
+    """A small training: name, folder, flags of fairseq-train, and the entries of its grid, for the report."""
 
-    trainings: list[Training]
-    report: Callable[[], None]
+    name: str
+    folder: Path
+    flags: list[str]
+    about: dict[str, Any]
+
+    @property
+    def command(self) -> list[str]:
+        return ["fairseq-train", *PLUGIN, "--save-dir", str(self.folder), *self.flags]
+
+    def is_finished(self) -> bool:
+        """Return whether it is finished. Raises RecipeError for a changed log, and for other settings."""
+        path = self.folder / "finished"
+        if not path.exists():
+            return False
+        check_same(self.folder / "settings.txt", shlex.join(self.flags))
+        told, has = path.read_text(encoding="utf-8").strip(), self.summary()
+        if told != has:
+            raise RecipeError(
+                f"train.log in {self.folder} has changed since the training finished: the result was "
+                f"{told or 'not recorded'}, and now it is {has or 'no result'}; remove the folder to train it again."
+            )
+        return True
+
+    def run(self) -> None:
+        """Become fairseq-train, whose output goes to train.log."""
+        from fairseq_cli.train import cli_main
+
+        for interruption in (signal.SIGINT, signal.SIGTERM):  # without a traceback
+            signal.signal(interruption, signal.SIG_DFL)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write(self.folder / "settings.txt", shlex.join(self.flags) + "\n")
+        descriptor = os.open(self.folder / "train.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.argv = self.command
+        print("+", shlex.join(sys.argv), flush=True)
+        cli_main()
+
+    def summary(self, status: int | None = 0) -> str:
+        """Return the best loss and the updates of the log, in words; empty unless a training has finished with it."""
+        found = find_log(self.folder)
+        if not found or not (found.not_finite or (found.validations and not status)):
+            return ""
+        curve = found.curve("loss")
+        return f"best loss {found.best('loss')}, {curve[-1][0] if curve else 0} updates"
+
+    def finish(self, status: int | None = 0) -> str:
+        """Mark it as finished, without its checkpoints; return the summary, empty if it failed."""
+        if said := self.summary(status):
+            for checkpoint in self.folder.glob("*.pt"):
+                checkpoint.unlink()
+            write(self.folder / "finished", said + "\n")
+        return said
 
 
-def main(arguments: list[str], read: Callable[[list[Path], Path, Path], Grid], **conf: Any) -> None:
-    """Run a recipe. read(files, recipe, out) returns its grid; conf: how argparse reads --conf."""
-    parser = Parser(STAGES, "")
-    parser.add_argument("--conf", type=Path, metavar="YAML", **conf)
-    parser.add_argument(
-        "--workers",
-        type=whole_number,
-        default=os.cpu_count(),
-        metavar="N",
-        help="number of trainings at the same time (default: number of cores)",
-    )
-    args = parser.parse(arguments)
-    if args.extra:
-        raise RecipeError(f"flags must be those of --help, got {args.extra[0]}.")
-    out = args.out or ROOT / "runs" / args.recipe.name
-    confs = args.conf or args.recipe / "conf" / "quick.yaml"
-    grid = read(confs if isinstance(confs, list) else [confs], args.recipe, out)
-    if args.stage != "report":
-        train(grid.trainings, out, args.workers, only_plan=args.stage == "plan")
-    if args.stage in ("report", "all"):
-        grid.report()
+class Grid:
+    """The stages of a grid. A kind of recipe defines how to read and report trainings:
 
+    read(conf): the trainings of a file, in the order of training. Raises RecipeError for another file.
+    report(finished): write tables and pictures of these trainings.
+    """
 
-def train(trainings: list[Training], out: Path, workers: int, only_plan: bool) -> None:
-    """Plan or train. Raises RecipeError if a training failed."""
-    if not only_plan:
-        lock(out)
-    import_fairseq()
-    check(trainings)
-    left = [training for training in trainings if not training.is_finished()]
-    if only_plan:
-        print(*(training.name for training in left), sep="\n")
-    print(f"{len(left)} to train ({len(trainings) - len(left)} finished).", flush=True)
-    if not only_plan and (failed := train_all(left, workers)):
-        raise RecipeError(
-            f"failed, see train.log in their folders in {out}: {'; '.join(failed)}. Give the same command to try them "
-            "again, or the stage report to see the others."
-        )
+    def __init__(self, arguments: list[str]) -> None:
+        parser = Parser(STAGES, "")
+        grid = "file of a grid; may be repeated (default: conf/quick.yaml)"
+        parser.add_argument("--conf", type=Path, metavar="YAML", action="append", help=grid)
+        workers = "number of trainings at the same time (default: number of cores)"
+        parser.add_argument("--workers", type=whole_number, default=os.cpu_count(), metavar="N", help=workers)
+        args = parser.parse(arguments)
+        if args.extra:
+            raise RecipeError(f"flags must be those of --help, got {args.extra[0]}.")
+        self.recipe, self.stage, self.workers = args.recipe, args.stage, args.workers
+        self.out = args.out or ROOT / "runs" / args.recipe.name
+        confs = args.conf or [args.recipe / "conf" / "quick.yaml"]
+        # By name, so that a training of two grids is done once.
+        self.trainings = [*{training.name: training for conf in confs for training in self.read(conf)}.values()]
+
+    def main(self) -> None:
+        if self.stage != "report":
+            self.train(only_plan=self.stage == "plan")
+        if self.stage in ("report", "all"):
+            finished = [training for training in self.trainings if training.is_finished()]
+            if not finished:
+                raise RecipeError(f"{self.out} must have a finished training, got none: run the stage train first.")
+            self.report(finished)
+            if left := len(self.trainings) - len(finished):
+                print(f"{left} of {len(self.trainings)} trainings are not finished; the stage plan names them.")
+
+    def train(self, only_plan: bool) -> None:
+        """Plan or train. Raises RecipeError if a training failed."""
+        if not only_plan:
+            lock(self.out)
+        # Once, before processes start: it takes as long as some trainings; the format of the logs is its own.
+        import fairseq_cli.train  # noqa: F401
+
+        check(self.trainings)
+        left = [training for training in self.trainings if not training.is_finished()]
+        if only_plan:
+            print(*(training.name for training in left), sep="\n")
+        print(f"{len(left)} to train ({len(self.trainings) - len(left)} finished).", flush=True)
+        if not only_plan and (failed := train_all(left, self.workers)):
+            raise RecipeError(
+                f"failed, see train.log in their folders in {self.out}: {'; '.join(failed)}. Give the same command to "
+                "try them again, or the stage report to see the others."
+            )
 
 
 def check(trainings: list[Training]) -> None:
@@ -89,3 +161,31 @@ def lock(out: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RecipeError(f"another grid runs in {out}: wait for its end, or give another --out.") from None
+
+
+def train_all(trainings: list[Training], workers: int) -> list[str]:
+    """Train all, `workers` at once, each in a process since fairseq changes global state; return those that failed."""
+    from tqdm import tqdm
+
+    waiting, running, failed = trainings[::-1], {}, []
+    try:
+        with tqdm(total=len(trainings), unit="training", smoothing=0) as bar:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    training = waiting.pop()
+                    process = multiprocessing.get_context("fork").Process(target=training.run)
+                    process.start()
+                    running[process.sentinel] = (process, training)
+                for sentinel in wait(list(running)):
+                    process, training = running.pop(sentinel)
+                    process.join()
+                    bar.update()
+                    if said := training.finish(process.exitcode):
+                        bar.write(f"{training.name}: {said}")
+                    else:
+                        failed.append(training.name)
+    finally:
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join()
+    return failed

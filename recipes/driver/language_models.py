@@ -3,33 +3,22 @@
 import argparse
 from pathlib import Path
 
+import comparison
 import evaluation
 from arguments import ROOT, whole_number
-from commands import RecipeError, run, whole, write
+from commands import RecipeError, run, write
 from evaluation import READING, Way
 from flags import label
-from prepare import (
-    SPLITS,
-    apply_bpe,
-    check_counts,
-    check_own,
-    cut,
-    known_as,
-    learn_bpe,
-    preprocess,
-    preprocess_text,
-    remove,
-)
+from prepare import SPLITS, apply_bpe, check_counts, cut, learn_bpe, preprocess, preprocess_text, read_lines, remove
 from recipe import STAGES, Model, Recipe
-from reports import comparison, papers
-from texts import TEXTS, checksum, read_words
+from texts import TEXTS, checksum
 
 OWN_TEXT = """\
 --data FOLDER {any_text}--out FOLDER trains on another text. The first folder contains
 {files}.
 evaluate --test FILE scores one raw text with the trained models. It prints the share of <unk> tokens."""
 # Group of models, conf/GROUP, with a table of its own: the function that reports the rows in GROUP.yaml.
-GROUPS = {"grid": papers.write_grid, "carried": papers.write_carried}
+GROUPS = {"grid": comparison.write_grid, "carried": comparison.write_carried}
 
 
 class LanguageModels(Recipe):
@@ -59,9 +48,8 @@ class LanguageModels(Recipe):
         parser.add_argument("--merges", type=whole_number, default=0, help=hidden)  # of BPE; 0: whole words
         parser.add_argument("--prompt", help=hidden)
         parser.add_argument("--per-word", action="store_true", help=hidden)
-        parser.add_argument(
-            "--lines", type=whole_number, metavar="N", help="use only the first N lines of valid and test, for a trial"
-        )
+        lines = "use only the first N lines of valid and test, for a trial"
+        parser.add_argument("--lines", type=whole_number, metavar="N", help=lines)
 
     # Data.
 
@@ -134,36 +122,26 @@ class LanguageModels(Recipe):
         for way in self.ways(model):
             if self.args.test:
                 name = f"own_{self.args.test.stem}"
-                data = self.prepare_own(name)
+                data = self.own_test(name, [self.args.test])
                 value = evaluation.best(model.folder, way.label) if way.values else ""
                 path = evaluation.result(model.folder, name, way.label, value)
                 flags = [*way.words(value), *self.evaluation_flags]
-                evaluation.score(model.folder, path, data / "bin", "test", data, flags)
+                evaluation.score(model.folder / "checkpoint_best.pt", path, data / "bin", "test", data, flags)
             else:
                 evaluation.evaluate(model.folder, self.bin, self.words, way, self.evaluation_flags)
 
-    def prepare_own(self, name: str) -> Path:
-        """Prepare a text of the user with the vocabulary of the training."""
-        folder, settings = self.out / "tests" / name, known_as(self.args.test)
-        if not folder.is_dir():
-            with whole(folder) as work:
-                work.mkdir()
-                self.text.copy(self.args.test, work / "test.txt")
-                if self.merges:
-                    raw = (work / "test.txt").replace(work / "raw.txt")
-                    apply_bpe(self.data / "bpe" / "codes", raw, work / "test.txt")
-                dictionary = self.bin / "dict.txt"
-                preprocess(work / "bin", "--only-source", "--srcdict", dictionary, "--testpref", work / "test.txt")
-                write(work / "source.txt", settings + "\n")
-        check_own(folder, settings, self.args.test)
-        return folder
+    def prepare_test(self, work: Path) -> None:
+        self.text.copy(self.args.test, work / "test.txt")
+        if self.merges:
+            raw = (work / "test.txt").replace(work / "raw.txt")
+            apply_bpe(self.data / "bpe" / "codes", raw, work / "test.txt")
+        words = ("--srcdict", self.bin / "dict.txt", "--testpref", work / "test.txt")
+        preprocess(work / "bin", "--only-source", *words)
 
     # Reports and samples.
 
     def report(self) -> None:
         """Report each group with its own tables, of all its rows, since others may have trained some; then the rest."""
-        if self.args.test:
-            return
         models = self.models
         for group, write_group in GROUPS.items():
             rows, inside = self.recipe / f"{group}.yaml", f"{group}/"
@@ -183,8 +161,8 @@ class LanguageModels(Recipe):
         self.check_trained(model)
         prompt = self.args.prompt
         if self.folder or not prompt:  # a text of the user is continued from the first words of its test set
-            lines = read_words(self.data / "text" / "test.txt")
-            prompt = " ".join(next(line for line in lines if line)[:4])
+            words = next(filter(None, read_lines(self.data / "text" / "test.txt"))).split()
+            prompt = " ".join(words[:4])
         pieces = ["--bpe", "subword_nmt", "--bpe-codes", self.data / "bpe" / "codes"] if self.merges else []
         log, out = self.out / "sample.log", self.out / "sample.txt"
         write(self.out / "prompt.txt", prompt + "\n")
@@ -198,7 +176,3 @@ class LanguageModels(Recipe):
         write(out, self.text.show("".join(line[2] + "\n" for line in lines)))
         print(f'Three texts that {model.name} wrote after "{prompt}" (also in {out}):')
         print(out.read_text(encoding="utf-8"))
-
-
-def main(arguments: list[str]) -> None:
-    LanguageModels(arguments).main()

@@ -1,6 +1,5 @@
 """The log of a training: its numbers for reports, and short lines while it grows."""
 
-import collections
 import json
 import math
 import re
@@ -99,11 +98,9 @@ class Progress:
     """The progress of a training of that name. On a terminal one line changes, elsewhere a line comes every 10 s."""
 
     def __init__(self, label: str, terminal: bool | None = None) -> None:
-        self.label = label
+        self.label, self.total, self.shown = label, 0, 0.0
         self.terminal = sys.stdout.isatty() if terminal is None else terminal
         self.start = "\r\x1b[K" if self.terminal else ""
-        self.last_words: collections.deque[str] = collections.deque(maxlen=15)
-        self.total, self.done, self.shown = 0, False, 0.0
 
     def read(self, line: str) -> None:
         """Take the next line of the log."""
@@ -111,11 +108,8 @@ class Progress:
             self.total = int(found[1])
         if found := PARAMETERS.search(line):
             print(f"{self.label}: {found[1]} parameters", flush=True)
-        self.done = self.done or "| done training" in line
         about, numbers = read_line(line)
-        if not ENTRY.search(line):
-            self.last_words.append(line)
-        elif about == "valid":
+        if about == "valid" and "num_updates" in numbers:
             bleu = f"   BLEU {numbers['bleu']:5.2f}" if "bleu" in numbers else ""
             words = f"update {int(numbers['num_updates']):5,}   validation {said(numbers)}{bleu}"
             print(f"{self.start}{self.label:8} {words}", flush=True)
@@ -134,12 +128,6 @@ class Progress:
             seconds = int((self.total - update) / rate)
             line += f"   {seconds // 60}m {seconds % 60:02d}s left"
         print(line, end="" if self.terminal else "\n", flush=True)
-
-    def end(self) -> None:
-        """Show the last lines of a training that stopped early."""
-        if not self.done:
-            words = "".join(self.last_words)
-            print(f"{self.start}{words}{self.label}: the training stopped early; its last lines are above.", flush=True)
 
 
 def said(numbers: dict[str, float]) -> str:

@@ -1,17 +1,16 @@
 """The parallel texts of translation: downloaded or read from a folder, tokenised as in Moses, and checked."""
 
 import contextlib
-import gzip
 import itertools
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.pool import Pool
+from multiprocessing import Pool
 from pathlib import Path
 from typing import NamedTuple
 
 from commands import RecipeError, write
 from fetch import Archive
+from prepare import find, read_lines
 
 LANGUAGES = ("en", "de")
 LINES_A_PIECE = 2000
@@ -36,9 +35,10 @@ def copy(
     out.parent.mkdir(parents=True, exist_ok=True)
     kept = left_out = 0
     with contextlib.ExitStack() as stack:
-        found = read_pairs(prefixes)
+        found = read = read_pairs(prefixes)
         if tokenized:
-            found = tokenize_all(found, stack.enter_context(Pool()))
+            pieces = iter(lambda: list(itertools.islice(read, LINES_A_PIECE)), [])
+            found = itertools.chain.from_iterable(stack.enter_context(Pool()).imap(tokenize, pieces))
         files = [stack.enter_context(open(f"{out}.{language}", "w", encoding="utf-8")) for language in LANGUAGES]
         for pair in found:
             lengths = [len(text.split()) for text in pair]
@@ -60,35 +60,25 @@ def copy(
     print(f"{out.name}: {kept:,} pairs" + (f", {left_out:,} left out" if left_out else ""))
 
 
-def read_lines(prefix: Path, language: str) -> Iterator[str]:
-    """Yield the lines of PREFIX.LANGUAGE or PREFIX.LANGUAGE.gz. Raises RecipeError if they cannot be read."""
-    names = [prefix.with_name(f"{prefix.name}.{language}{ending}") for ending in ("", ".gz")]
-    path = next((name for name in names if name.is_file()), None)
-    if path is None:
-        raise RecipeError(f"{names[0]} or {names[1].name} must exist: give a folder that has it.")
-    try:
-        # Only \n ends a line: web text has many characters that Python takes for line ends.
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", newline="\n") as file:
-            for line in file:
-                yield " ".join(line.split())
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}.") from error
+def sides(prefix: Path) -> list[Path]:
+    """Return PREFIX.LANGUAGE or PREFIX.LANGUAGE.gz of both languages. Raises RecipeError without one."""
+    paths = [prefix.with_name(f"{prefix.name}.{language}") for language in LANGUAGES]
+    for path in paths:
+        if not find(path):
+            raise RecipeError(f"{path} or {path.name}.gz must exist: give a folder that has it.")
+    return [*map(find, paths)]
 
 
 def read_pairs(prefixes: Iterable[Path]) -> Iterator[tuple[str, ...]]:
     """Yield the pairs of lines. Raises RecipeError if the sides have different numbers of lines."""
     for prefix in prefixes:
+        # Only \n ends a line: web text has many characters that Python takes for line ends.
+        lines = [read_lines(path, newline="\n") for path in sides(prefix)]
         try:
-            yield from zip(*(read_lines(prefix, language) for language in LANGUAGES), strict=True)
+            yield from zip(*lines, strict=True)
         except ValueError as error:  # of zip; a RecipeError has its own message
             files = " and ".join(f"{prefix}.{language}" for language in LANGUAGES)
             raise RecipeError(f"{files} have different numbers of lines.") from error
-
-
-def tokenize_all(pairs: Iterator[tuple[str, ...]], pool: Pool) -> Iterator[tuple[str, ...]]:
-    """Yield the pairs, tokenised by several processes."""
-    pieces = iter(lambda: list(itertools.islice(pairs, LINES_A_PIECE)), [])
-    return itertools.chain.from_iterable(pool.imap(tokenize, pieces))
 
 
 def tokenize(pairs: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -114,14 +104,9 @@ class Text(NamedTuple):
     archives: tuple[Archive, ...] = ()
 
 
-def has(folder: Path, split: str) -> bool:
-    """Return whether a text of the user has a split under that name."""
-    return any((folder / f"{split}.en{ending}").is_file() for ending in ("", ".gz"))
-
-
 def write_multi30k(folder: Path, out: Path, any_text: bool) -> None:
     for split, name in {"train": "train", "valid": "val", "test": "test_2016_flickr"}.items():
-        prefix = folder / (split if any_text and has(folder, split) else name)
+        prefix = folder / (split if any_text and find(folder / f"{split}.en") else name)
         copy(out / "tok" / split, [prefix], tokenized=True)
         if split != "train":
             copy(out / "text" / split, [prefix])
@@ -145,7 +130,7 @@ def write_wmt14(folder: Path, out: Path, any_text: bool) -> None:
             if not train and (folder / f"{names[0]}.de").exists():
                 copy(out / "text" / split, [folder / names[0]], pairs=pairs)
             continue
-        names = (split,) if any_text and has(folder, split) else names
+        names = (split,) if any_text and find(folder / f"{split}.en") else names
         prefixes = [from_sgm(folder, name, out / "raw") or locate(folder, name) for name in names]
         copy(out / "tok" / split, prefixes, tokenized=True, max_words=80 if train else None, pairs=pairs)
         if not train:
@@ -160,12 +145,9 @@ def below(folder: Path, *names: str) -> Path | None:
 
 def locate(folder: Path, name: str) -> Path:
     """Return the path of NAME.en and NAME.de without their endings. Raises RecipeError."""
-    file = below(folder, f"{name}.en", f"{name}.en.gz")
-    if file is None:
-        raise RecipeError(
-            f"{folder} must have {name}.en: give a folder that has it, or leave out --data to download it."
-        )
-    return file.with_name(name)
+    if file := below(folder, f"{name}.en", f"{name}.en.gz"):
+        return file.with_name(name)
+    raise RecipeError(f"{folder} must have {name}.en: give a folder that has it, or leave out --data to download it.")
 
 
 def from_sgm(folder: Path, name: str, out: Path) -> Path | None:
@@ -179,13 +161,6 @@ def from_sgm(folder: Path, name: str, out: Path) -> Path | None:
     return out / name
 
 
-def wmt_archive(name: str, checksum: str, page: str, members: str = "*.de-en.??") -> Archive:
-    """An archive of the task's pages; checksums are those of TensorFlow Datasets."""
-    at = f"{page}/{name}"
-    urls = (f"https://{at}", f"http://{at}", f"https://web.archive.org/web/2023id_/http://{at}")
-    return Archive(name, checksum, urls, (members,))
-
-
 def multi30k_archive(name: str, checksum: str) -> Archive:
     commit, path = "a3d2e0d26b56f3846f66a952536ffed4e401d05a", f"data/task1/raw/{name}"
     urls = (
@@ -196,25 +171,32 @@ def multi30k_archive(name: str, checksum: str) -> Archive:
     return Archive(name, checksum, urls)
 
 
-MULTI30K = {
-    "train.en.gz": "d79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f",
-    "train.de.gz": "726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6",
-    "val.en.gz": "14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28",
-    "val.de.gz": "f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a",
-    "test_2016_flickr.en.gz": "611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9",
-    "test_2016_flickr.de.gz": "9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8",
-}
+def wmt_archive(at: str, checksum: str, members: str = "*.de-en.??") -> Archive:
+    """An archive of the task's pages; checksums are those of TensorFlow Datasets."""
+    urls = (f"https://{at}", f"http://{at}", f"https://web.archive.org/web/2023id_/http://{at}")
+    return Archive(at.rpartition("/")[2], checksum, urls, (members,))
+
+
+MULTI30K = (
+    ("train.en.gz", "d79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f"),
+    ("train.de.gz", "726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6"),
+    ("val.en.gz", "14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28"),
+    ("val.de.gz", "f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a"),
+    ("test_2016_flickr.en.gz", "611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9"),
+    ("test_2016_flickr.de.gz", "9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8"),
+)
+OF_2013, OF_2014, OF_2019 = "www.statmt.org/wmt13", "www.statmt.org/wmt14", "data.statmt.org/wmt19/translation-task"
+EUROPARL = "0224c7c710c8a063dfd893b0cc0830202d61f4c75c17eb8e31836103d27d96e7"
+WEB = "c7a74e2ea01ac6c920123108627e35278d4ccb5701e15428ffa34de86fa3a9e5"
+NEWS = "cb8953f292298e6877ae433c98912b927cb0766b303f4540512ddd286c748485"
+TESTS = "7a7deccf82ebb05ba508dba5eb21356492224e8f630ec4f992132b029b4b25e7"
 WMT14_ARCHIVES = (
-    ("training-parallel-europarl-v7.tgz", "0224c7c710c8a063dfd893b0cc0830202d61f4c75c17eb8e31836103d27d96e7",
-     "www.statmt.org/wmt13"),
-    ("training-parallel-commoncrawl.tgz", "c7a74e2ea01ac6c920123108627e35278d4ccb5701e15428ffa34de86fa3a9e5",
-     "www.statmt.org/wmt13"),
-    ("training-parallel-nc-v9.tgz", "cb8953f292298e6877ae433c98912b927cb0766b303f4540512ddd286c748485",
-     "www.statmt.org/wmt14"),
-    ("dev.tgz", "7a7deccf82ebb05ba508dba5eb21356492224e8f630ec4f992132b029b4b25e7",
-     "data.statmt.org/wmt19/translation-task", "*newstest201[34]*"),
-)  # fmt: skip
+    wmt_archive(f"{OF_2013}/training-parallel-europarl-v7.tgz", EUROPARL),
+    wmt_archive(f"{OF_2013}/training-parallel-commoncrawl.tgz", WEB),
+    wmt_archive(f"{OF_2014}/training-parallel-nc-v9.tgz", NEWS),
+    wmt_archive(f"{OF_2019}/dev.tgz", TESTS, "*newstest201[34]*"),
+)
 PAIRS = {
-    "multi30k": Text(write_multi30k, tuple(multi30k_archive(*one) for one in MULTI30K.items())),
-    "wmt14_en_de": Text(write_wmt14, tuple(wmt_archive(*one) for one in WMT14_ARCHIVES)),
+    "multi30k": Text(write_multi30k, tuple(multi30k_archive(*one) for one in MULTI30K)),
+    "wmt14_en_de": Text(write_wmt14, WMT14_ARCHIVES),
 }

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from commands import RecipeError
+from prepare import SPLITS, split_of, write_splits
 
-HELD_OUT = {"valid": 4, "test": 5}  # per cent of the documents
 # SHA-256 of train.txt, valid.txt and test.txt of the commit that texts.py names.
 CHECKSUM = "f9a047bf643156c149eea2cbf99a572254b396149cff0359cc95cabbbea4c132"
 UNDERLINE = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}")
@@ -31,30 +31,17 @@ MARKUP = (
 
 def write(folder: Path, out: Path) -> None:
     """Write train.txt, valid.txt and test.txt from the folder of the sources. Raises RecipeError for other PEPs."""
-    splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    splits: dict[str, list[str]] = {split: [] for split in SPLITS}
     for path in sorted(folder.rglob("pep-[0-9][0-9][0-9][0-9].rst")):
         number = int(path.stem.removeprefix("pep-"))
-        splits[split_of(number)] += document(number, path.read_text(encoding="utf-8"))
-    digest = hashlib.sha256()
-    for split, lines in splits.items():
-        text = "".join(line + "\n" for line in lines)
-        digest.update(text.encode())
-        (out / f"{split}.txt").write_text(text, encoding="utf-8", newline="\n")
-        print(f"{split}: {len(lines):,} lines, {sum(len(line.split()) for line in lines):,} words")
-    if digest.hexdigest() != CHECKSUM:
+        splits[split_of(str(number), valid=4, test=5)] += document(number, path.read_text(encoding="utf-8"))
+    write_splits(splits, out)
+    found = hashlib.sha256(b"".join((out / f"{split}.txt").read_bytes() for split in SPLITS)).hexdigest()
+    if found != CHECKSUM:
         raise RecipeError(
-            f"{folder} has other PEPs than the recipe's: the text's SHA-256 is {digest.hexdigest()}. Remove {folder} "
-            "to download them again, or give another text with --data."
+            f"{folder} has other PEPs than the recipe's: the text's SHA-256 is {found}. Remove {folder} to download "
+            "them again, or give another text with --data."
         )
-
-
-def split_of(number: int) -> str:
-    per_cent = int(hashlib.sha256(str(number).encode()).hexdigest()[:8], 16) % 100
-    for split, share in HELD_OUT.items():
-        if per_cent < share:
-            return split
-        per_cent -= share
-    return "train"
 
 
 def document(number: int, source: str) -> list[str]:

@@ -1,15 +1,53 @@
-"""Prepare text for fairseq: subwords, fairseq-preprocess, and counts of the result."""
+"""Prepare text for fairseq: lines, subwords, fairseq-preprocess, and counts of the result."""
 
+import gzip
+import hashlib
 import itertools
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from commands import RecipeError, run
 
 SPLITS = ("train", "valid", "test")
+
+
+def find(path: Path) -> Path | None:
+    """Return the path of a text, which may be packed as PATH.gz; None without one."""
+    return next(filter(Path.is_file, (path, path.with_name(path.name + ".gz"))), None)
+
+
+def read_lines(path: Path, newline: str | None = None) -> Iterator[str]:
+    """Yield the lines of a text, its words separated by single spaces: programs define white space differently.
+
+    newline: as for `open`. Raises RecipeError for a file that is not UTF-8 text.
+    """
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", newline=newline) as file:
+            for line in file:
+                yield " ".join(line.split())
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}.") from error
+
+
+def write_lines(lines: list[str], out: Path) -> None:
+    out.write_text("".join(line + "\n" for line in lines), encoding="utf-8", newline="\n")
+
+
+def write_splits(splits: dict[str, list[str]], out: Path) -> None:
+    """Write SPLIT.txt of each split into a folder, and print its size."""
+    for split, lines in splits.items():
+        write_lines(lines, out / f"{split}.txt")
+        print(f"{split}: {len(lines):,} lines, {sum(len(line.split()) for line in lines):,} words")
+
+
+def split_of(name: str, valid: int, test: int) -> str:
+    """Return the split of a document by a hash of its name; valid, test: their shares in per cent."""
+    per_cent = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100
+    return "valid" if per_cent < valid else "test" if per_cent < valid + test else "train"
 
 
 def cut(folder: Path, lines: int) -> None:

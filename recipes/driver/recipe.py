@@ -1,16 +1,16 @@
 """The common part of recipes that train models: the choice of models, stages, seeds and training data."""
 
 import argparse
-import shlex
 import subprocess
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import training
-from arguments import ROOT, Parser, names
+from arguments import ROOT, Parser, names, whole_number
 from commands import RecipeError, check_same, run, whole, write
-from flags import START, read_flags, read_yaml, refusal, value_of
+from flags import START, read_conf, read_flags, read_yaml, refusal, value_of
+from prepare import check_own, known_as
 
 STAGES = {
     "prepare": "read, download or make the text, and write it in fairseq's format",
@@ -48,11 +48,18 @@ class Model(NamedTuple):
 
 
 class Recipe:
-    """The stages of a recipe; a kind of recipe defines how to prepare, evaluate and report."""
+    """The stages of a recipe. A kind of recipe defines how to prepare, evaluate and report:
+
+    settings(): the source of the data in words; empty: existing data is always used.
+    prepare(work), prepare_test(work): write the data, or the text of --test, into the folder `work`.
+    evaluate(model), report(): the results of a model, and tables and pictures of all models.
+    conversion_flags(): those of fwp-convert for models of the recipe.
+    """
 
     stages: dict[str, str] = STAGES
     rest = "fairseq-train"
     own_data = ""  # how to use another text, for --help
+    plugin: tuple[str, ...] = ()  # flags of another plug-in than this package
     evaluator: str  # the program that gets unknown flags in the stage evaluate
 
     def __init__(self, arguments: list[str]) -> None:
@@ -71,61 +78,36 @@ class Recipe:
             raise RecipeError(f"--data must be a folder, got {args.data}.")
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--models",
-            nargs="+",
-            metavar="NAME",
-            help="names of files in conf/, without .yaml, or of folders there (default: see the stages)",
-        )
+        models = "names of files in conf/, without .yaml, or of folders there (default: see the stages)"
+        parser.add_argument("--models", nargs="+", metavar="NAME", help=models)
         parser.add_argument("--conf", metavar="YAML", help="one model, by its file; instead of --models")
-        parser.add_argument("--seeds", type=int, metavar="N", help="train each model with the seeds 1 to N")
-        parser.add_argument(
-            "--any-text", action="store_true", help="with --data: accept another text than the recipe's"
-        )
+        any_text = "with --data: accept another text than the recipe's"
+        parser.add_argument("--any-text", action="store_true", help=any_text)
         parser.add_argument("--test", type=Path, metavar="FILE", help="with evaluate: score this raw text, see below")
         self.add_text_flags(parser)
 
     def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags of the text, some of them hidden: only run.sh gives them."""
+        parser.add_argument("--seeds", type=whole_number, metavar="N", help="train each model with the seeds 1 to N")
         parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with the text, see below")
-
-    # Defined by a kind of recipe.
 
     @property
     def default_out(self) -> Path:
         return ROOT / "runs" / self.recipe.name
 
-    def settings(self) -> str:
-        """Return the source of the data in words; empty: existing data is always used."""
-        raise NotImplementedError
-
-    def prepare(self, work: Path) -> None:
-        """Write the data into the folder `work`."""
-        raise NotImplementedError
-
-    def evaluate(self, model: Model) -> None:
-        raise NotImplementedError
-
-    def report(self) -> None:
-        """Write tables and pictures of all models."""
-
-    def conversion_flags(self) -> list[object]:
-        """Return the flags of fwp-convert for models of this recipe."""
-        raise NotImplementedError
-
     def train(self, model: Model) -> None:
-        task, start = self.start(model)
-        training.train(model.folder, self.bin, [*task, *model.flags, *start, *self.extra, *self.teacher(model)])
+        flags, teacher = [*model.flags, *self.plugin], self.teacher(model)
+        if model.origin:
+            converted = self.converted(model)
+            start = converted / "checkpoint.pt" if model.convert else self.checkpoint(model.origin, model.seed)
+            architecture = (converted / "flags.txt").read_text(encoding="utf-8").split()
+            flags = [*architecture, *flags, "--finetune-from-model", str(start)]
+        flags += self.extra
+        if teacher:
+            flags += ["--teacher", str(self.checkpoint(teacher, model.seed))]
+        training.train(model.folder, self.bin, flags)
 
-    # The model that a training begins with.
-
-    def start(self, model: Model) -> tuple[list[str], list[str]]:
-        """Return the flags of the model that a training begins with, and of its checkpoint; empty without one."""
-        if not model.origin:
-            return [], []
-        converted = self.converted(model)
-        start = converted / "checkpoint.pt" if model.convert else self.checkpoint(model.origin, model.seed)
-        return (converted / "flags.txt").read_text(encoding="utf-8").split(), ["--finetune-from-model", str(start)]
+    # The model that a training begins with or learns from.
 
     def converted(self, model: Model) -> Path:
         """Return the folder of the converted model, for a model or for the one that it begins with."""
@@ -153,24 +135,16 @@ class Recipe:
 
     def checkpoint(self, name: str, seed: int | None) -> Path:
         model = self.find_model(name, seed)
+        because = "because other models start from it or learn from it"
         if model.has("diverged"):
-            raise RecipeError(
-                f"{model.label} must not have diverged, because other models start from it or learn from it: "
-                "train it in another --out, for example with a smaller --lr."
-            )
+            another = "train it in another --out, for example with a smaller --lr"
+            raise RecipeError(f"{model.label} must not have diverged, {because}: {another}.")
         if not model.has("trained"):
-            raise RecipeError(
-                f"{model.label} must be trained first, because other models start from it: name it earlier in --models."
-            )
+            raise RecipeError(f"{model.label} must be trained first, {because}: name it earlier in --models.")
         return model.folder / "checkpoint_best.pt"
 
-    def teacher(self, model: Model) -> list[str]:
-        """Return the flags of the checkpoint of the model that `teacher` in a YAML names."""
-        name = self.teacher_name(model)
-        return ["--teacher", str(self.checkpoint(name, model.seed))] if name else []
-
-    def teacher_name(self, model: Model) -> str:
-        """Return the name of the teacher; empty if there is none, or if it is a file."""
+    def teacher(self, model: Model) -> str:
+        """Return the model that `teacher` in a YAML names; empty if there is none, or if it is a file."""
         name = value_of([*model.flags, *self.extra], "--teacher")
         return "" if Path(name).is_file() else name
 
@@ -186,15 +160,19 @@ class Recipe:
             raise RecipeError(
                 f"--conf conf/NAME.yaml or --models NAME must be given; names: {', '.join(self.known())}."
             )
-        if self.args.seeds is not None and self.args.seeds < 1:
-            raise RecipeError(f"--seeds must be at least 1, got {self.args.seeds}.")
-        seeds = [None] if self.args.seeds is None else range(1, self.args.seeds + 1)
-        return [self.model(conf, seed) for conf in confs for seed in seeds]
+        return [self.model(conf, seed) for conf in confs for seed in self.seeds]
+
+    @property
+    def seeds(self) -> Sequence[int | None]:
+        return range(1, self.args.seeds + 1) if self.args.seeds else [None]
 
     def model(self, conf: Path, seed: int | None) -> Model:
-        folder = self.recipe / "conf"
+        folder, lines = self.recipe / "conf", dict(read_conf(conf))
         name = str(conf.relative_to(folder).with_suffix("")) if conf.is_relative_to(folder) else conf.stem
-        return Model(name, conf, self.out / name / ("" if seed is None else f"seed_{seed}"), seed, *read_start(conf))
+        origin, convert = (lines.get(start, "") for start in START)
+        if convert and not origin:
+            raise RecipeError(f"{conf} must have a model to convert: add a line `from: NAME`.")
+        return Model(name, conf, self.out / name / ("" if seed is None else f"seed_{seed}"), seed, origin, convert)
 
     def find_conf(self, path: str) -> Path:
         for conf in (Path(path), self.recipe / path):
@@ -214,11 +192,13 @@ class Recipe:
         for name in given:
             rows = self.recipe / f"{name}.yaml"
             inside = [other for other in known if other.startswith(f"{name}/")]
-            if name not in known and not inside:
+            if name in known:
+                inside = [name]
+            elif not inside:
                 raise RecipeError(f"--models must be among {', '.join(known)}, got {name}.")
-            if name not in known and rows.exists():
+            elif rows.exists():
                 inside = [f"{name}/{run}" for run in runs(read_yaml(rows))]
-            found += [name] if name in known else inside
+            found += inside
         return list(dict.fromkeys(found))
 
     # The stages.
@@ -234,7 +214,7 @@ class Recipe:
                 )
         for model in self.models if self.stage in ("train", "all") else ():
             flags = [*model.flags, *self.extra]
-            for name in filter(None, (model.origin, self.teacher_name(model))):
+            for name in filter(None, (model.origin, self.teacher(model))):
                 self.named(name, model.seed)  # check that it exists
             plugin = [] if "--user-dir" in flags else training.PLUGIN
             if reason := refusal([str(self.bin), *plugin, *flags]):
@@ -243,49 +223,44 @@ class Recipe:
     def main(self) -> None:
         self.check_flags()
         if self.stage in ("prepare", "train", "all"):
-            self.prepare_and_compile()
+            self.prepare_once()
         if not self.data.is_dir():
             raise RecipeError(f"{self.data} must exist: run the stage prepare first.")
         if self.stage == "prepare":
-            print(f"The data is in {self.data}.")
-            self.say_next("train")
+            print(f"The data is in {self.data}. Next: the stage train.")
         if self.stage in ("train", "all"):
             for model in self.models:
                 self.train(model)
         if self.stage == "train":
-            self.say_next("evaluate")
+            print("Next: the stage evaluate, with the same --out, and --models, --conf or --seeds if given.")
         if self.stage in ("evaluate", "all"):
             for model in self.models:
                 if not model.has("diverged"):
                     self.check_trained(model)
                     self.evaluate(model)
-        if self.stage in ("evaluate", "report", "all"):
+        if self.stage in ("evaluate", "report", "all") and not self.args.test:
             self.report()
 
     def prepare_once(self) -> None:
         settings = self.settings()
-        if not self.data.is_dir():
-            with whole(self.data) as work:
-                work.mkdir()
-                self.prepare(work)
-                write(work / "source.txt", settings + "\n")
-        elif settings:
-            check_same(self.data / "source.txt", settings)
-
-    def prepare_and_compile(self) -> None:
-        """Prepare the data; before a training compile the kernels meanwhile: most of the preparation uses one core."""
-        if self.data.is_dir() or self.stage == "prepare":
-            self.prepare_once()
+        if self.data.is_dir():
+            if settings:
+                check_same(self.data / "source.txt", settings)
             return
-        # Whatever goes wrong there, the training says.
-        with subprocess.Popen(["fwp-info", "--build"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as build:
-            try:
-                self.prepare_once()
-            except BaseException:
-                build.terminate()
-                raise
-            if build.poll() is None:
-                print("The kernels are being compiled, once for this machine.", flush=True)
+        # Compile the kernels meanwhile: most of the preparation uses one core. If it fails, the training says why.
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        build = subprocess.Popen(["fwp-info", "--build"], **quiet) if self.stage != "prepare" else None
+        make(self.data, self.prepare, settings)
+        if build and build.poll() is None:
+            print("The kernels are being compiled, once for this machine.", flush=True)
+
+    def own_test(self, name: str, files: list[Path]) -> Path:
+        """Return the folder of the prepared text of --test; RecipeError if that of other files has the same name."""
+        folder, settings = self.out / "tests" / name, known_as(*files)
+        if not folder.is_dir():
+            make(folder, self.prepare_test, settings)
+        check_own(folder, settings, self.args.test)
+        return folder
 
     def check_trained(self, model: Model) -> None:
         if not model.has("trained"):
@@ -296,29 +271,13 @@ class Recipe:
         """Flags of the command line for the evaluation: all in its own stage, otherwise only that of the device."""
         return self.extra if self.stage == "evaluate" else [flag for flag in self.extra if flag == "--cpu"]
 
-    def say_next(self, stage: str) -> None:
-        """Print the next command."""
-        words = ["bash", str(self.recipe / "run.sh"), stage, "--out", str(self.out)]
-        if self.args.conf:
-            words += ["--conf", self.args.conf]
-        elif self.args.models:
-            words += ["--models", *names(self.args.models)]
-        if self.args.seeds:
-            words += ["--seeds", str(self.args.seeds)]
-        print("Next: " + shlex.join(words), file=sys.stderr)
 
-
-def read_start(conf: Path) -> tuple[str, str]:
-    """Return `from` and `convert` of a YAML or its include; empty if missing."""
-    settings = read_yaml(conf)
-    origin = convert = ""
-    if isinstance(settings, dict):
-        if "include" in settings:
-            origin, convert = read_start(conf.parent / settings["include"])
-        origin, convert = (settings.get(name, value) for name, value in zip(START, (origin, convert), strict=True))
-    if convert and not origin:
-        raise RecipeError(f"{conf} must have a model to convert: add a line `from: NAME`.")
-    return origin, convert
+def make(folder: Path, prepare: Callable[[Path], None], settings: str) -> None:
+    """Make a folder of data, with its source."""
+    with whole(folder) as work:
+        work.mkdir()
+        prepare(work)
+        write(work / "source.txt", settings + "\n")
 
 
 def runs(tables: list[dict]) -> list[str]:

@@ -15,6 +15,8 @@ import re
 import sysconfig
 from pathlib import Path
 
+from prepare import SPLITS, split_of, write_splits
+
 MAX_BYTES = 6_000_000  # about 1.5 million subwords; the quick start reads a third of them
 HELD_OUT = 5  # per cent of the files for valid, and as many for test
 BREAK = "\u23ce"
@@ -58,26 +60,16 @@ def blocks(text: str) -> list[str]:
     return found
 
 
-def split_of(name: str) -> tuple[str, str]:
-    """Return the split of a file, and its place in the order of files."""
-    digest = hashlib.sha256(name.encode()).hexdigest()
-    per_cent = int(digest[:8], 16) % 100
-    return ("valid" if per_cent < HELD_OUT else "test" if per_cent < 2 * HELD_OUT else "train"), digest
-
-
 def write(out: Path) -> None:
     """Write train.txt, valid.txt and test.txt into a folder, and print a summary."""
     texts, taken = standard_library(), 0
-    splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
-    for name in sorted(texts, key=lambda name: split_of(name)[1]):
+    splits: dict[str, list[str]] = {split: [] for split in SPLITS}
+    for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         size = len(texts[name].encode())
         if taken + size <= MAX_BYTES:
             taken += size
-            splits[split_of(name)[0]] += blocks(texts[name])
-    out.mkdir(parents=True, exist_ok=True)
-    for split, lines in splits.items():
-        (out / f"{split}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print(f"{split}: {len(lines):,} blocks, {sum(len(line.split()) for line in lines):,} words")
+            splits[split_of(name, HELD_OUT, HELD_OUT)] += blocks(texts[name])
+    write_splits(splits, out)
 
 
 def show(text: str) -> str:

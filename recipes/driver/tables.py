@@ -26,11 +26,6 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]], heads: Sequence[str] |
         writer.writerows(rows)
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
     """Return the lines of a table, its first `left` columns aligned to the left."""
     align = ["---"] * left + ["---:"] * (len(heads) - left)
@@ -89,6 +84,12 @@ def read_run(folder: Path) -> Run:
     found = read_training(folder / "train.log")
     said = stopped.read_text(encoding="utf-8").strip() if stopped.exists() else ""
     return Run(folder, found.parameters, found.updates, found.hours, said)
+
+
+def row_of(model: Any, run: Run, scores: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a model of a recipe, for `by_model`."""
+    row = {"model": model.name, "seed": "" if model.seed is None else model.seed, "parameters": run.parameters}
+    return row | scores | {"updates": run.updates, "hours": run.hours}
 
 
 def provenance() -> str:

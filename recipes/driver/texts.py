@@ -1,17 +1,16 @@
 """The texts of language models: made, downloaded or read from a folder, checked, and split into words."""
 
-import gzip
 import subprocess
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import enwik8
 import peps
 import stdlib
 from commands import RecipeError
-from fetch import Archive
-from prepare import SPLITS
+from fetch import Archive, sha256
+from prepare import SPLITS, find, read_lines, write_lines, write_splits
 
 FEWEST_WORDS = {"train": 1000, "valid": 100, "test": 100}
 
@@ -26,7 +25,7 @@ class Text(NamedTuple):
     write: Callable[[Path, Path, bool], dict[str, int]]
     archives: tuple[Archive, ...] = ()
     make: Callable[[Path, Path], None] | None = None
-    copy: Callable[[Path, Path], None] = lambda file, out: copy_words(read_words(file), out)
+    copy: Callable[[Path, Path], None] = lambda file, out: write_lines(list(read_lines(file)), out)
     show: Callable[[str], str] = str
 
 
@@ -43,34 +42,17 @@ def checksum(folder: Path) -> str:
 # Any text, as lines of words.
 
 
-def read_words(path: Path) -> list[list[str]]:
-    """Return the words of each line. Raises RecipeError for a file that is not UTF-8 text."""
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-            return [line.split() for line in file]
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}.") from error
-
-
-def copy_words(lines: list[list[str]], out: Path) -> None:
-    """Write lines with single spaces, because subword-nmt and fairseq define white space differently."""
-    out.write_text("".join(" ".join(line) + "\n" for line in lines), encoding="utf-8")
-
-
-def write_lines(folder: Path, out: Path, any_text: bool = True) -> dict[str, int]:
+def write_words(folder: Path, out: Path, any_text: bool = True) -> dict[str, int]:
     """Copy the three texts of a folder. Raises RecipeError if one is missing or too short to learn from."""
     splits = {}
     for name, fewest in FEWEST_WORDS.items():
-        path = next((path for end in (".txt", ".txt.gz") if (path := folder / (name + end)).is_file()), None)
-        if path is None:
+        if not (path := find(folder / f"{name}.txt")):
             missing = f"{folder / name}.txt is missing: "
             raise RecipeError(missing + "the folder must have train, valid and test as .txt or .txt.gz.")
-        splits[name] = read_words(path)
-        if (count := sum(map(len, splits[name]))) < fewest:
+        splits[name] = list(read_lines(path))
+        if (count := sum(len(line.split()) for line in splits[name])) < fewest:
             raise RecipeError(f"{path} must have at least {fewest} words, got {count}.")
-    for name, lines in splits.items():
-        copy_words(lines, out / f"{name}.txt")
-        print(f"{name}: {len(lines):,} lines, {sum(map(len, lines)):,} words")
+    write_splits(splits, out)
     return {}
 
 
@@ -88,12 +70,39 @@ def write_wikitext(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
     return {} if any_text else {"train": 103227021, "valid": 217646, "test": 245569, "words": 267733}
 
 
-# enwik8, a word for each byte.
+# enwik8, a word for each byte: a printable byte of ASCII is the word, a line feed ends a line, and any other byte b is
+# the character U+0100 + b. So every word is one character, and the loss in bits is that of a byte.
+BYTES = [chr(byte) if 0x21 <= byte <= 0x7E else chr(0x100 + byte) for byte in range(256)]
+FEWEST_BYTES = 1000
 
 
 def write_bytes(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
-    known = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
-    return enwik8.write(folder / "enwik8", out, None if any_text else known)
+    """Write the first 90% of the bytes as train.txt, the next 5% as valid.txt, the last as test.txt (Dai et al. 2019).
+
+    Returns the number of tokens of each. Raises RecipeError for another file.
+    """
+    file = folder / "enwik8"
+    if not file.is_file():
+        raise RecipeError(f"{file} must exist: give a folder that has it.")
+    data = file.read_bytes()
+    if len(data) < FEWEST_BYTES:
+        raise RecipeError(f"{file} must have at least {FEWEST_BYTES:,} bytes, got {len(data):,}.")
+    if not any_text and sha256(file) != "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8":
+        raise RecipeError(
+            f"{file}, {len(data):,} bytes, is not enwik8: its checksum differs. If it is meant, add --any-text."
+        )
+    ends = [len(data) * per_cent // 100 for per_cent in (0, 90, 95, 100)]
+    parts = {name: data[start:end] for name, (start, end) in zip(SPLITS, pairwise(ends), strict=True)}
+    for name, part in parts.items():
+        copy_bytes(part, out / f"{name}.txt")
+    # fairseq writes line ends: it appends one to the last line too.
+    return {name: len(part) + (not part.endswith(b"\n")) for name, part in parts.items()}
+
+
+def copy_bytes(data: bytes, out: Path) -> None:
+    """Write the lines of a part of the file, as words separated by spaces."""
+    lines = (" ".join([BYTES[byte] for byte in line]) for line in data.removesuffix(b"\n").split(b"\n"))
+    out.write_text("".join(line + "\n" for line in lines), encoding="utf-8", newline="\n")
 
 
 WIKITEXT = "s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip"
@@ -117,12 +126,12 @@ PEPS_URLS = (
     f"https://github.com/python/peps/archive/{PEPS_COMMIT}.tar.gz",
 )
 TEXTS = {
-    "stdlib": Text(write_lines, make=lambda _, out: stdlib.write(out), show=stdlib.show),
-    "peps": Text(write_lines, (Archive("peps.tar.gz", None, PEPS_URLS),), make=peps.write),
+    "stdlib": Text(write_words, make=lambda _, out: stdlib.write(out), show=stdlib.show),
+    "peps": Text(write_words, (Archive("peps.tar.gz", None, PEPS_URLS),), make=peps.write),
     "wikitext103": Text(write_wikitext, (Archive("wikitext-103-v1.zip", WIKITEXT_SUM, WIKITEXT_URLS),)),
     "enwik8": Text(
         write_bytes,
         (Archive("enwik8.zip", ENWIK8_SUM, ENWIK8_URLS),),
-        copy=lambda file, out: enwik8.write_words(file.read_bytes(), out),
+        copy=lambda file, out: copy_bytes(file.read_bytes(), out),
     ),
 }

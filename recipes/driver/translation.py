@@ -10,10 +10,10 @@ from pathlib import Path
 from arguments import ROOT, whole_number
 from commands import RecipeError, run, whole, write
 from flags import label
-from pairs import LANGUAGES, PAIRS, copy
-from prepare import SPLITS, apply_bpe, check_own, known_as, learn_bpe, preprocess, remove
+from pairs import LANGUAGES, PAIRS, copy, sides
+from prepare import SPLITS, apply_bpe, find, learn_bpe, preprocess, remove
 from recipe import Model, Recipe
-from tables import by_model, read_run, save
+from tables import by_model, read_run, row_of, save
 
 SOURCE, TARGET = LANGUAGES
 OF_LANGUAGES = ("--source-lang", SOURCE, "--target-lang", TARGET)
@@ -38,7 +38,7 @@ evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It pri
         super().__init__(arguments)
         self.text = PAIRS[self.args.pairs]
         for path in (Path(f"{self.args.test}.{language}") for language in LANGUAGES if self.args.test):
-            if not path.is_file() and not Path(f"{path}.gz").is_file():
+            if not find(path):
                 raise RecipeError(
                     f"--test PREFIX needs the files PREFIX.en and PREFIX.de (or .gz), and {path} does not exist."
                 )
@@ -50,12 +50,8 @@ evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It pri
         parser.add_argument("--merges", type=int, required=True, help=hidden)
         parser.add_argument("--words", default="", help=hidden)  # flags of fairseq-preprocess
         parser.add_argument("--search", default="", help=hidden)  # flags of fairseq-generate
-        parser.add_argument(
-            "--average",
-            type=whole_number,
-            metavar="N",
-            help="evaluate the mean of the last N checkpoints, not the best checkpoint",
-        )
+        average = "evaluate the mean of the last N checkpoints, not the best checkpoint"
+        parser.add_argument("--average", type=whole_number, metavar="N", help=average)
 
     # Data.
 
@@ -93,27 +89,19 @@ evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It pri
         for name in (f"{split}.{language}" for split in SPLITS for language in LANGUAGES):
             apply_bpe(codes, work / "tok" / name, work / "bpe" / name)
 
-    def prepare_own(self, name: str) -> Path:
-        """Prepare a test set of the user with the vocabulary of the training."""
-        folder, codes = self.out / "tests" / name, self.data / "bpe" / "codes"
-        paths = (Path(f"{self.args.test}.{language}") for language in LANGUAGES)
-        settings = known_as(*(path if path.is_file() else Path(f"{path}.gz") for path in paths))
-        if not folder.is_dir():
-            if not codes.exists():
-                raise RecipeError(
-                    f"--test needs the BPE codes of the training, but {self.data} was made from text with BPE: "
-                    "prepare raw text in another --out."
-                )
-            with whole(folder) as work:
-                copy(work / "tok" / "test", [self.args.test], tokenized=True)
-                copy(work / "text" / "test", [self.args.test])
-                for language in LANGUAGES:
-                    apply_bpe(codes, work / "tok" / f"test.{language}", work / "bpe" / f"test.{language}")
-                words = ["--srcdict", self.bin / f"dict.{SOURCE}.txt", "--tgtdict", self.bin / f"dict.{TARGET}.txt"]
-                preprocess(work / "bin", *OF_LANGUAGES, *words, "--testpref", work / "bpe" / "test")
-                write(work / "source.txt", settings + "\n")
-        check_own(folder, settings, self.args.test)
-        return folder
+    def prepare_test(self, work: Path) -> None:
+        codes, test = self.data / "bpe" / "codes", self.args.test
+        if not codes.exists():
+            raise RecipeError(
+                f"--test needs the BPE codes of the training, but {self.data} was made from text with BPE: prepare raw "
+                "text in another --out."
+            )
+        copy(work / "tok" / "test", [test], tokenized=True)
+        copy(work / "text" / "test", [test])
+        for language in LANGUAGES:
+            apply_bpe(codes, work / "tok" / f"test.{language}", work / "bpe" / f"test.{language}")
+        words = ["--srcdict", self.bin / f"dict.{SOURCE}.txt", "--tgtdict", self.bin / f"dict.{TARGET}.txt"]
+        preprocess(work / "bin", *OF_LANGUAGES, *words, "--testpref", work / "bpe" / "test")
 
     # Models.
 
@@ -125,13 +113,11 @@ evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It pri
         if count := self.args.average:
             checkpoint = model.folder / f"average_{count}.pt"
             if not checkpoint.exists():
-                import average  # imported here: --help must work without torch
-
-                average.write(model.folder, count, checkpoint)
+                write_mean(model.folder, count, checkpoint)
             name = f"average of {count} {name}".strip()
         if self.args.test:
             own = f"own_{self.args.test.name}"
-            self.translate(model, own, self.prepare_own(own), "test", checkpoint, name)
+            self.translate(model, own, self.own_test(own, sides(self.args.test)), "test", checkpoint, name)
             return
         for split in ("valid", "test"):
             self.translate(model, split, self.data, split, checkpoint, name)
@@ -163,36 +149,55 @@ evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It pri
     # Report.
 
     def report(self) -> None:
-        rows = [row for model in self.models if (row := read_row(model))]
-        if rows and not self.args.test:
+        if rows := [row for model in self.models if (row := read_row(model))]:
             save(self.out, "table", rows, table(rows))
+
+
+def write_mean(folder: Path, count: int, out: Path) -> None:
+    """Write the last checkpoint with the mean of the last `count` as its model. Raises RecipeError if there are fewer.
+
+    They are those of --save-interval-updates. Parameters are averaged in float64; whole numbers, such as the counts of
+    FAVOR+'s draws, are those of the last one.
+    """
+    import fairseq  # noqa: F401  (imported here: --help must work without torch)
+    import torch
+
+    import fairseq_fwp.cli  # noqa: F401  (with fairseq before it, the package lets torch load what fairseq saves)
+
+    named = ((path, re.fullmatch(r"checkpoint_\d+_(\d+)\.pt", path.name)) for path in folder.glob("*.pt"))
+    found = {int(name[1]): path for path, name in named if name}
+    if count > len(found):
+        raise RecipeError(
+            f"the number of averaged checkpoints must be from 1 to {len(found)}, those of {folder}, got {count}."
+        )
+    paths, sums = [found[update] for update in sorted(found)[-count:]], {}
+    for path in paths:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        for name, value in checkpoint["model"].items():
+            sums[name] = value.double() + sums.get(name, 0)
+    for name, value in checkpoint["model"].items():
+        if value.is_floating_point():
+            checkpoint["model"][name] = (sums[name] / count).to(value.dtype)
+    with whole(out) as work:
+        torch.save(checkpoint, work)
+    print(f"{out} is the mean of {', '.join(path.name for path in paths)}")
 
 
 def read_row(model: Model) -> dict[str, object]:
     """Return the numbers of a model; empty unless both were scored. Without raw text sacreBLEU is missing."""
     found = read_run(model.folder)
-    valid, test = (found.result(split) for split in ("valid", "test"))
-    if not valid or not test:
+    results = {split: found.result(split) for split in ("valid", "test")}
+    if not all(results.values()):
         return {}
-    return {
-        "model": model.name,
-        "seed": "" if model.seed is None else model.seed,
-        "parameters": found.parameters,
-        "valid_sacrebleu": valid.get("sacrebleu", ""),
-        "test_sacrebleu": test.get("sacrebleu", ""),
-        "test_tokenised": test["tokenised"],
-        "test_compound_split": test["compound_split"],
-        "updates": found.updates,
-        "hours": found.hours,
-        "signature": test.get("signature") or valid.get("signature") or "",
-    }
+    scores = {}
+    for column in SCORES.values():
+        split, _, kind = column.partition("_")
+        scores[column] = results[split].get(kind, "")
+    signature = results["test"].get("signature") or results["valid"].get("signature") or ""
+    return row_of(model, found, scores) | {"signature": signature}
 
 
 def table(rows: list[dict]) -> list[str]:
     """Return a line for each model, mean and deviation of its seeds."""
     signatures = sorted({row["signature"] for row in rows} - {""})
     return [*by_model(rows, SCORES, "no raw text"), "", "sacreBLEU: " + ", ".join(signatures)]
-
-
-def main(arguments: list[str]) -> None:
-    Translation(arguments).main()

@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import evaluation
 import made_up
-import problems
 import pytest
-import retrieval
 import torch
 import yaml
 from fairseq import options
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from flags import read_flags, read_yaml, value_of
+from problems import Problems
 from recipe import runs
+from retrieval import Retrieval
 
 from fairseq_fwp.cli import convert, eval_lm
 from fairseq_fwp.convert.linearize import INITIALISATIONS
@@ -168,26 +168,20 @@ def test_ablations_are_the_equations(ablations):
     q, k = torch.randn(2, 1, 2, 7, 3, dtype=torch.float64).unbind()
     v = torch.randn(1, 2, 7, 5, dtype=torch.float64)
     f, z = 2 * torch.randn_like(k), 2 * torch.randn_like(v)
-    memory = total = torch.zeros(1, 2, 3, 5, dtype=torch.float64)
-    divided, gated, plain = [], [], []
-    keys = torch.zeros(1, 2, 3, dtype=torch.float64)
-    grown = torch.zeros_like(memory)
+    total = gated = plain = torch.zeros(1, 2, 3, 5, dtype=torch.float64)
+    keys, found = torch.zeros(1, 2, 3, dtype=torch.float64), []
     for q_t, k_t, v_t, f_t, z_t in zip(*(x.unbind(2) for x in (q, k, v, f, z)), strict=True):
         write, kept = k_t.unsqueeze(-1) * v_t.unsqueeze(-2), f_t.unsqueeze(-1) * z_t.unsqueeze(-2)
         total, keys = total + write, keys + k_t
-        memory, grown = kept * memory + (1 - kept) * write, kept * grown + write
-        read = [(q_t.unsqueeze(-2) @ weights).squeeze(-2) for weights in (total, memory, grown)]
-        divided.append(read[0] / (q_t * keys).sum(-1, keepdim=True))
-        gated.append(read[1])
-        plain.append(read[2])
-    for name, gates, expected in (
-        ("divided_sum", (), divided), ("decay_gated_write", (f, z), gated), ("decay_no_sigmoid", (f, z), plain)
-    ):  # fmt: skip
-        operator, state, found = UPDATE_RULES[name].operator, None, []
-        for part in (slice(0, 3), slice(3, 7)):
-            out, state = operator(*(x[:, :, part] for x in (q, k, v, *gates)), state)
-            found.append(out)
-        torch.testing.assert_close(torch.cat(found, 2), torch.stack(expected, 2))
+        gated, plain = kept * gated + (1 - kept) * write, kept * plain + write
+        read = [(q_t.unsqueeze(-2) @ weights).squeeze(-2) for weights in (total, gated, plain)]
+        found.append([read[0] / (q_t * keys).sum(-1, keepdim=True), *read[1:]])
+    names = {"divided_sum": (), "decay_gated_write": (f, z), "decay_no_sigmoid": (f, z)}
+    for (name, gates), expected in zip(names.items(), zip(*found, strict=True), strict=True):
+        tensors, operator = (q, k, v, *gates), UPDATE_RULES[name].operator
+        first, state = operator(*(x[:, :, :3] for x in tensors), None)
+        rest, _ = operator(*(x[:, :, 3:] for x in tensors), state)
+        torch.testing.assert_close(torch.cat([first, rest], 2), torch.stack(expected, 2))
     gate = UPDATE_RULES["decay_no_sigmoid"].gates[0]
     assert gate.activation(v).equal(v) and gate.bias(100).aminmax().max < 1
 
@@ -195,22 +189,20 @@ def test_ablations_are_the_equations(ablations):
 # Grids.
 
 
-def test_points_of_retrieval_are_valid_commands(tmp_path):
-    """fairseq's parser accepts them, one for all seeds and sizes; common settings are the paper's."""
-    folder = RECIPES / "associative_retrieval" / "conf"
-    common = read_yaml(folder / "common.yaml")
+@pytest.mark.parametrize("kind, name", [(Retrieval, "associative_retrieval"), (Problems, "sequence_problems")])
+def test_trainings_of_grids_are_valid_commands(tmp_path, kind, name):
+    """fairseq's parser accepts them, one for all seeds and sizes."""
+    for conf in (RECIPES / name / "conf").glob("*.yaml"):
+        if conf.name != "common.yaml":
+            words = ["--recipe", str(RECIPES / name), "--", "plan", "--conf", str(conf), "--out", str(tmp_path)]
+            models = {re.sub(r",(seed|num-keys)=\d+|_\d+$", "", one.name): one for one in kind(words).trainings}
+            for model in models.values():
+                args = options.parse_args_and_arch(options.get_training_parser(), model.command[1:])
+                asked = {"problem": model.about["problem"]} if kind is Problems else model.about
+                for flag in {"arch", "num-keys", "problem"} & asked.keys():
+                    assert str(getattr(args, flag.replace("-", "_"))) == asked[flag]
+
+
+def test_common_settings_of_retrieval_are_the_papers():
+    common = read_yaml(RECIPES / "associative_retrieval" / "conf" / "common.yaml")
     assert (common["optimizer"], common["lr"], common["batch-size"]) == ("adam", "1e-3", "32")
-    for conf in sorted(folder.glob("[!c]*.yaml")) + [folder / "capacity.yaml"]:
-        points = {re.sub(r",(seed|num-keys)=\d+", "", point.name): point for point in retrieval.read_points([conf])}
-        for point in points.values():
-            args = options.parse_args_and_arch(
-                options.get_training_parser(), point.training(common, tmp_path).command[1:]
-            )
-            assert args.arch == point.flags["arch"] and args.num_keys == point.size
-
-
-def test_runs_of_sequence_problems_are_valid_commands(tmp_path):
-    for conf in (RECIPES / "sequence_problems" / "conf").glob("*.yaml"):
-        for run in problems.read_runs(conf, tmp_path):
-            args = options.parse_args_and_arch(options.get_training_parser(), run.training.command[1:])
-            assert args.problem == run.problem

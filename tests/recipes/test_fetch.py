@@ -4,9 +4,9 @@ import hashlib
 import http.server
 import threading
 
-import fetch
 import pytest
 from commands import RecipeError
+from fetch import Archive
 
 CONTENT = bytes(range(256)) * 40
 CHECKSUM = hashlib.sha256(CONTENT).hexdigest()
@@ -22,6 +22,10 @@ def source(tmp_path):
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / "out" / "file"
+
+
+def fetch(out, checksum, urls):
+    Archive(out.name, checksum, tuple(urls)).fetch(out.parent)
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -55,24 +59,24 @@ def server():
 
 
 def test_sources_are_tried_in_order(out, source, server):
-    fetch.fetch(out, CHECKSUM, ["file:///nonexistent/file", f"{server.url}/wrong", source, f"{server.url}/whole"])
+    fetch(out, CHECKSUM, ["file:///nonexistent/file", f"{server.url}/wrong", source, f"{server.url}/whole"])
     assert out.read_bytes() == CONTENT and [path.name for path in out.parent.iterdir()] == ["file"]
     assert server.asked == [("/wrong", None)]
-    fetch.fetch(out, CHECKSUM, [])  # it is there
+    fetch(out, CHECKSUM, [])  # it is there
 
 
 def test_another_file_is_refused_and_leaves_nothing(out, source, server):
     with pytest.raises(RecipeError, match=r"has another file .*; http.*Connection refused.* Give a folder") as error:
-        fetch.fetch(out, "0" * 64, [source, "http://127.0.0.1:1/file"])
+        fetch(out, "0" * 64, [source, "http://127.0.0.1:1/file"])
     assert CHECKSUM in str(error.value) and not list(out.parent.iterdir())
 
 
 def test_what_broke_off_is_gone_on_with(out, server):
     part = out.with_name("file.part")
     with pytest.raises(RecipeError, match=r"ended after 5,120 of 10,240 bytes"):
-        fetch.fetch(out, CHECKSUM, [f"{server.url}/breaks"])
+        fetch(out, CHECKSUM, [f"{server.url}/breaks"])
     assert part.read_bytes() == CONTENT[:5120] and not out.exists()
-    fetch.fetch(out, CHECKSUM, [f"{server.url}/whole"])
+    fetch(out, CHECKSUM, [f"{server.url}/whole"])
     assert out.read_bytes() == CONTENT and not part.exists()
     assert server.asked[-1] == ("/whole", "bytes=5120-")
 
@@ -82,5 +86,5 @@ def test_what_broke_off_is_gone_on_with(out, server):
 def test_whatever_lay_there_the_file_is_whole_or_not_there(out, server, path, known):
     out.parent.mkdir()
     out.with_name("file.part").write_bytes(known)
-    fetch.fetch(out, CHECKSUM, [f"{server.url}{path}"])
+    fetch(out, CHECKSUM, [f"{server.url}{path}"])
     assert out.read_bytes() == CONTENT and not out.with_name("file.part").exists()

@@ -7,7 +7,6 @@ import re
 import tarfile
 import zipfile
 
-import enwik8
 import gpt2_bpe
 import peps
 import pytest
@@ -16,6 +15,7 @@ import texts
 from commands import RecipeError
 from fetch import Archive
 from made_up import LINE
+from prepare import SPLITS
 
 CODE = '''def read(self, size=-1):
     """Read up to size bytes."""
@@ -29,11 +29,11 @@ def test_layout_survives_the_line_break_words():
 
 
 def test_standard_library_is_split_by_file_and_always_alike(tmp_path):
-    for folder in ("one", "two"):
-        stdlib.write(tmp_path / folder)
-    found = [
-        [(tmp_path / folder / f"{split}.txt").read_bytes() for split in peps.HELD_OUT] for folder in ("one", "two")
-    ]
+    found = []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        stdlib.write(folder)
+        found.append([(folder / f"{split}.txt").read_bytes() for split in SPLITS])
     assert found[0] == found[1] and all(found[0]) and found[0][0] != found[0][1]
 
 
@@ -78,11 +78,8 @@ PLAIN = [
 ]
 
 
-def test_peps_are_running_text():
+def test_peps_are_running_text_split_by_document_and_known_by_their_checksum(tmp_path, monkeypatch):
     assert peps.document(7, PEP) == PLAIN
-
-
-def test_peps_are_split_by_document_and_known_by_their_checksum(tmp_path, monkeypatch):
     folder = tmp_path / "peps-1" / "peps"
     folder.mkdir(parents=True)
     for number in range(60):
@@ -91,17 +88,16 @@ def test_peps_are_split_by_document_and_known_by_their_checksum(tmp_path, monkey
         peps.write(tmp_path, tmp_path)
     monkeypatch.setattr(peps, "CHECKSUM", re.search(r"SHA-256 is ([0-9a-f]+)\. Remove ", str(error.value))[1])
     peps.write(tmp_path, tmp_path)
-    found = {split: (tmp_path / f"{split}.txt").read_text() for split in ("train", "valid", "test")}
-    assert sum(text.count("= PEP ") for text in found.values()) == 60
-    assert all(text.count("= PEP") > 0 for text in found.values()) and found["train"].count("= PEP") > 45
-    digest = hashlib.sha256("".join(found.values()).encode())
-    assert digest.hexdigest() == peps.CHECKSUM
+    found = [(tmp_path / f"{split}.txt").read_text() for split in SPLITS]
+    counts = [text.count("= PEP ") for text in found]
+    assert sum(counts) == 60 and min(counts) > 0 and counts[0] > 45
+    assert hashlib.sha256("".join(found).encode()).hexdigest() == peps.CHECKSUM
 
 
 def test_text_is_copied_with_single_spaces(text, tmp_path):
     (text / "test.txt").unlink()
     (text / "test.txt.gz").write_bytes(gzip.compress(("a\u3000b \t c\n\n" * 100).encode()))
-    texts.write_lines(text, tmp_path)
+    texts.write_words(text, tmp_path)
     assert (tmp_path / "test.txt").read_text() == "a b c\n\n" * 100
     assert (tmp_path / "train.txt").read_text() == LINE * 200
 
@@ -114,7 +110,7 @@ def test_bad_text_is_refused_before_anything_is_written(text, tmp_path, content,
     path = text / "valid.txt"
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(RecipeError, match=said):
-        texts.write_lines(text, tmp_path)
+        texts.write_words(text, tmp_path)
     assert not (tmp_path / "train.txt").exists()
 
 
@@ -140,8 +136,9 @@ def test_enwik8_is_split_by_bytes_and_loses_none(tmp_path):
     data = (bytes(range(256)) + b"\n") * 40
     (tmp_path / "enwik8").write_bytes(data)
     counts = texts.write_bytes(tmp_path, tmp_path, True)
-    back = {word: bytes([byte]) for byte, word in enumerate(enwik8.WORDS)}
-    for split, part in enwik8.split(data).items():
+    back = {word: bytes([byte]) for byte, word in enumerate(texts.BYTES)}
+    for split, start, end in (("train", 0, 90), ("valid", 90, 95), ("test", 95, 100)):
+        part = data[len(data) * start // 100 : len(data) * end // 100]
         lines = (tmp_path / f"{split}.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
         found = b"\n".join(b"".join(back[word] for word in line.split(" ") if word) for line in lines)
         assert found == part.removesuffix(b"\n") and counts[split] == len(part) + (not part.endswith(b"\n"))

@@ -6,7 +6,6 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
-import average
 import bleu
 import made_up
 import pairs
@@ -15,7 +14,6 @@ import torch
 import translation
 from commands import RecipeError
 from pairwise import looped
-from recipe import Model
 from sacrebleu.metrics import BLEU
 
 BOTH = ("en", "de")
@@ -40,92 +38,65 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     assert Path(f"{out}.de").read_text().count("\n") == 5
 
 
+PACKED = gzip.compress(random.Random(0).randbytes(500).hex().encode() + b"\n")
+
+
 @looped(
-    ("name", "message"),
+    ("english", "german", "ending", "said"),
     [
-        ("missing", "must exist"),
-        ("longer", "have different numbers of lines"),
-        ("empty", "pair 2 of out has an empty side"),
-        ("nothing", "out has no pairs"),
-        ("fine", "out has 3 pairs in place of 4"),
-        ("binary", "cannot be read as UTF-8 text"),
-        ("cut", "cut.en.gz cannot be read as UTF-8 text"),
-        ("damaged", "damaged.en.gz cannot be read as UTF-8 text"),
+        (None, b"a\n", "", "must exist"),
+        (b"a\n", b"b\nc\n", "", "have different numbers of lines"),
+        (b"a\n\nc\n", b"a\nb\nc\n", "", "pair 2 of out has an empty side"),
+        (b"", b"", "", "out has no pairs"),
+        (b"a\nb\nc\n", b"a\nb\nc\n", "", "out has 3 pairs in place of 4"),
+        (b"\xff\xfe\n", b"a\n", "", "cannot be read as UTF-8 text"),
+        (PACKED[:-30], b"a\n", ".gz", "a.en.gz cannot be read as UTF-8 text"),
+        (PACKED[:99] + bytes(99) + PACKED[198:], b"a\n", ".gz", "a.en.gz cannot be read as UTF-8 text"),
     ],
 )
-def test_text_that_does_not_belong_together_is_refused(tmp_path, name, message):
-    texts = {
-        "nothing": ("", ""),
-        "longer": ("a\n", "b\nc\n"),
-        "empty": ("a\n\nc\n", "a\nb\nc\n"),
-        "fine": ("a\nb\nc\n",) * 2,
-    }
-    for prefix, sides in texts.items():
-        for language, text in zip(BOTH, sides, strict=True):
-            (tmp_path / f"{prefix}.{language}").write_text(text)
-    (tmp_path / "binary.en").write_bytes(b"\xff\xfe\n")
-    (tmp_path / "binary.de").write_bytes(b"a\n")
-    packed = gzip.compress(random.Random(0).randbytes(500).hex().encode() + b"\n")
-    for prefix, text in (("cut", packed[:-30]), ("damaged", packed[:99] + bytes(99) + packed[198:])):
-        (tmp_path / f"{prefix}.en.gz").write_bytes(text)
-        (tmp_path / f"{prefix}.de").write_text("a\n")
-    with pytest.raises(RecipeError, match=message):
-        pairs.copy(tmp_path / "out", [tmp_path / name], pairs=4 if name == "fine" else None)
+def test_text_that_does_not_belong_together_is_refused(tmp_path, english, german, ending, said):
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    folder.mkdir()
+    (folder / "a.de").write_bytes(german)
+    if english is not None:
+        (folder / f"a.en{ending}").write_bytes(english)
+    with pytest.raises(RecipeError, match=said):
+        pairs.copy(folder / "out", [folder / "a"], pairs=4 if "place" in said else None)
 
 
 HYPOTHESES = ["ein well-known Haus steht dort .", "die Erinnerung liest einmal &amp; mehr ."]
 REFERENCES = ["ein well-known Haus steht hier .", "die Erinnerung liest einmal &amp; mehr ."]
 
 
-def generated(tmp_path, lines, sentences=2):
-    log = tmp_path / "generate.log"
-    summary = f"INFO:fairseq_cli.generate:Translated {sentences:,} sentences (1,234 tokens) in 2.5s (...)\n"
-    log.write_text(
-        "S-0\tsource\n"
-        + "".join(f"H-{number}\t-0.5\t{text}\nD-{number}\t-0.5\tx\n" for number, text in lines)
-        + summary
-    )
+def generated(folder, lines, sentences=2):
+    """Write the output of fairseq-generate, and the references; return the path of the first."""
+    log, end = folder / "generate.log", f"Translated {sentences:,} sentences (1,234 tokens) in 2.5s (...)\n"
+    found = "".join(f"H-{number}\t-0.5\t{text}\nD-{number}\t-0.5\tx\n" for number, text in lines)
+    log.write_text(f"S-0\tsource\n{found}INFO:fairseq_cli.generate:{end}")
+    (folder / "tok.de").write_text("\n".join(REFERENCES) + "\n")
     return log
 
 
 def test_scores(tmp_path):
     """Three kinds of BLEU of the same sentences, printed in any order."""
     log = generated(tmp_path, [(1, HYPOTHESES[1]), (0, HYPOTHESES[0])])
-    (tmp_path / "tok.de").write_text("\n".join(REFERENCES) + "\n")
     raw = ["Ein well-known Haus steht hier.", "die Erinnerung liest einmal & mehr."]
     (tmp_path / "raw.de").write_text("\n".join(raw) + "\n")
     result = bleu.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
     assert (result["sentences"], result["tokens"], result["seconds"]) == (2, 1234, 2.5)
     detokenized = ["ein well-known Haus steht dort.", "die Erinnerung liest einmal & mehr."]
     assert result["sacrebleu"] == BLEU().corpus_score(detokenized, [raw]).score
-    # One word of the first sentence is wrong: n-grams of 6 and 7 tokens.
-    precisions = [(5 + 7) / (6 + 7), (3 + 6) / (5 + 6), (2 + 5) / (4 + 5), (1 + 4) / (3 + 4)]
-    assert result["tokenised"] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
-    # The hyphen makes two more tokens.
-    precisions = [(7 + 7) / (8 + 7), (5 + 6) / (7 + 6), (4 + 5) / (6 + 5), (3 + 4) / (5 + 4)]
-    assert result["compound_split"] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
+    for kind, precisions in {
+        # One word of the first sentence is wrong: n-grams of 6 and 7 tokens. The hyphen makes two more tokens.
+        "tokenised": [(5 + 7) / (6 + 7), (3 + 6) / (5 + 6), (2 + 5) / (4 + 5), (1 + 4) / (3 + 4)],
+        "compound_split": [(7 + 7) / (8 + 7), (5 + 6) / (7 + 6), (4 + 5) / (6 + 5), (3 + 4) / (5 + 4)],
+    }.items():
+        assert result[kind] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
     assert "sacrebleu" not in bleu.score(log, tmp_path / "tok.de", None, "de")
     # Only standard output: fairseq-generate logs its last line to standard error.
     log.write_text("".join(line for line in log.read_text().splitlines(True) if "Translated" not in line))
-    alone = bleu.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
-    assert alone == {name: value for name, value in result.items() if name not in ("tokens", "seconds")}
-
-
-def test_the_table_has_mean_and_deviation_of_the_seeds(tmp_path):
-    models = [Model(name, tmp_path, tmp_path / name / str(seed), seed) for name in ("sum", "no_raw") for seed in (1, 2)]
-    for model in models:
-        made_up.trained(model.folder, (2600, 8.0), seconds=36 * 60)
-        scores = {"sacrebleu": 31.0 + model.seed / 4, "signature": "nrefs:1"} if model.name == "sum" else {}
-        for split in ("valid", "test"):
-            made_up.result(model.folder, split, 1, tokenised=30.5, compound_split=30.125, **scores)
-    rows = [translation.read_row(model) for model in [*models, Model("none", tmp_path, tmp_path / "none")] if model]
-    assert rows.pop() == {} and rows[0]["test_sacrebleu"] == 31.25 and rows[0]["hours"] == 0.6
-    lines = translation.table(rows)
-    assert made_up.cells(lines)[1:] == [
-        ["sum, 2 seeds", "1,234", "31.38 ± 0.18", "31.38 ± 0.18", "30.50 ± 0.00", "30.12 ± 0.00", "2,600", "1.20"],
-        ["no_raw, 2 seeds", "1,234", "no raw text", "no raw text", "30.50 ± 0.00", "30.12 ± 0.00", "2,600", "1.20"],
-    ]
-    assert lines[-1] == "sacreBLEU: nrefs:1"
+    without = bleu.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
+    assert without == {name: value for name, value in result.items() if name not in ("tokens", "seconds")}
 
 
 def test_words_are_split_at_hyphens_as_the_literature_does():
@@ -145,7 +116,6 @@ def test_words_are_split_at_hyphens_as_the_literature_does():
     ],
 )
 def test_scores_of_other_sentences_are_refused(tmp_path, lines, sentences, message):
-    (tmp_path / "tok.de").write_text("\n".join(REFERENCES) + "\n")
     with pytest.raises(RecipeError, match=message):
         bleu.score(generated(tmp_path, lines, sentences), tmp_path / "tok.de", None, "de")
 
@@ -155,13 +125,11 @@ def test_the_mean_of_the_last_checkpoints(tmp_path):
         model = {"weight": torch.full((2,), float(update)), "half": torch.ones(1).half(), "draws": torch.tensor(update)}
         torch.save({"model": model, "args": Namespace(lr=1), "cfg": {}}, tmp_path / f"checkpoint_{epoch}_{update}.pt")
     torch.save({}, tmp_path / "checkpoint_best.pt")
-    paths = average.last_checkpoints(tmp_path, 2)
-    assert [path.name for path in paths] == ["checkpoint_1_90.pt", "checkpoint_2_100.pt"]
-    average.write(tmp_path, 2, tmp_path / "mean.pt")
+    translation.write_mean(tmp_path, 2, tmp_path / "mean.pt")
     model = torch.load(tmp_path / "mean.pt", weights_only=False)["model"]
     assert model["weight"].tolist() == [95.0, 95.0] and model["half"].dtype == torch.float16 and model["draws"] == 100
     with pytest.raises(RecipeError, match="must be from 1 to 3"):
-        average.last_checkpoints(tmp_path, 4)
+        translation.write_mean(tmp_path, 4, tmp_path / "mean.pt")
 
 
 # The texts.
@@ -201,29 +169,17 @@ def prepared(tmp_path, *words):
     return translation.Translation(arguments)
 
 
-@pytest.fixture
-def multi30k(tmp_path):
-    folder = tmp_path / "multi30k"
+def test_multi30k_is_prepared_once_and_a_test_set_of_ones_own_is_scored(tmp_path, monkeypatch, capsys):
+    folder, out = tmp_path / "multi30k", tmp_path / "out"
     folder.mkdir()
     for name, count in (("train", 60), ("val", 9), ("test_2016_flickr", 8)):
         made_up.write_pairs(folder / name, count, packed=True)
-    return folder
-
-
-def test_multi30k_is_prepared_once_and_for_one_source(multi30k, tmp_path):
-    made = prepared(tmp_path, "prepare", "--data", multi30k)
-    made.main()
-    assert (made.data / "tok" / "test.de").exists() and not (made.data / "tok" / "train.de").exists()
-    assert "@@" not in (made.data / "tok" / "test.de").read_text()
-    assert (made.data / "text" / "test.de").read_text().count("\n") == 8
+    prepared(tmp_path, "prepare", "--data", folder).main()
+    assert not (out / "data/tok/train.de").exists() and "@@" not in (out / "data/tok/test.de").read_text()
+    assert (out / "data/text/test.de").read_text().count("\n") == 8
     prepared(tmp_path, "prepare").main()
-    (tmp_path / "other").mkdir()
     with pytest.raises(RecipeError, match="was made with other settings"):
-        prepared(tmp_path, "prepare", "--data", tmp_path / "other").main()
-
-
-def test_a_test_set_of_ones_own_and_scores_of_other_flags(multi30k, tmp_path, monkeypatch, capsys):
-    prepared(tmp_path, "prepare", "--data", multi30k).main()
+        prepared(tmp_path, "prepare", "--data", tmp_path).main()
     made_up.write_pairs(tmp_path / "mine", 5)
     made = prepared(tmp_path, "evaluate", "--test", tmp_path / "mine", "--lenpen", "2", "--cpu")
     made_up.trained(made.models[0].folder)
@@ -233,32 +189,16 @@ def test_a_test_set_of_ones_own_and_scores_of_other_flags(multi30k, tmp_path, mo
         if words[0] != "fairseq-generate":
             return run(*words, log=log)
         ran.append(words)
-        translated = (tmp_path / "out" / "tests" / "own_mine" / "tok" / "test.de").read_text().splitlines()
+        translated = (out / "tests/own_mine/tok/test.de").read_text().splitlines()
         return log.write_text("".join(f"H-{i}\t-1\t{line}\n" for i, line in enumerate(translated)))
 
     monkeypatch.setattr(translation, "run", generate)
+    capsys.readouterr()
     for _ in range(2):  # the second finds it there
         made.main()
     assert len(ran) == 1 and ran[0][-5:] == ("--beam", "2", "--lenpen", "2", "--cpu")
-    found = tmp_path / "out" / "sum" / "own_mine lenpen 2.json"
-    shown = capsys.readouterr().out
+    found, shown = (out / "sum" / "own_mine lenpen 2.json").read_text(), capsys.readouterr().out
     for language in BOTH:
-        assert re.search(
-            rf"/mine, {language}: \d+ tokens, of which [\d.]+ % are not in the vocabulary \(<unk>\)", shown
-        )
-    assert '"tokenised": 100' in found.read_text() and '"sacrebleu": 100' in found.read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["evaluate", "--test", "/x/none"], "files PREFIX.en and PREFIX.de .*, and /x/none.en does not exist"),
-        (
-            ["evaluate", "--max-update", "4"],
-            "fairseq-generate refuses the flags: unrecognized arguments: --max-update 4",
-        ),
-    ],
-)
-def test_wrong_arguments(tmp_path, words, said):
-    with pytest.raises(RecipeError, match=said):
-        prepared(tmp_path, *words).main()
+        unknown = r"\d+ tokens, of which [\d.]+ % are not in the vocabulary \(<unk>\)"
+        assert re.search(rf"/mine, {language}: {unknown}", shown)
+    assert '"tokenised": 100' in found and '"sacrebleu": 100' in found

@@ -4,20 +4,18 @@ Writes points.csv (a row for each finished point), curves.csv (each of its evalu
 seeds of a model at one size). Draws the pictures that have points.
 """
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import cycle, product
 from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import commands
-from commands import RecipeError
-from flags import read_yaml
+from grid import Training
 from log import read_training
-from retrieval import Point
 from tables import markdown, write_csv
 
 from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, PUBLISHED, colours, load_pyplot, save
@@ -31,16 +29,23 @@ DEFAULTS = {"update-rule": "sum", "feature-map": "elu"}
 # The sizes whose learning curves the paper draws.
 FIGURE_3_SIZE = 20
 FIGURE_4_SIZE = 600
+LOSS = "evaluation loss (half the squared distance)"
 
 
 class Result(NamedTuple):
-    """A finished point: (update, loss) of its evaluations, seconds, number of features, whether it diverged."""
+    """A finished point: flags of its grid, evaluations (update, loss), seconds, features, whether it diverged."""
 
-    point: Point
+    name: str
+    flags: dict[str, str]
     evaluations: list[tuple[int, float]]
     seconds: float
     feature_dim: int | None
     diverged: bool
+
+    @property
+    def size(self) -> int:
+        """S, the number of keys."""
+        return int(self.flags["num-keys"])
 
     @property
     def best(self) -> float:
@@ -54,42 +59,36 @@ class Result(NamedTuple):
 
     @property
     def is_bare(self) -> bool:
-        return self.point.flags["arch"] == BARE_ARCH
+        return self.flags["arch"] == BARE_ARCH
 
     @property
     def replaced(self) -> bool:
         """Whether the point is of setting 2."""
-        return self.point.flags.get("with-replacement") == "true"
+        return self.flags.get("with-replacement") == "true"
 
     @property
     def model(self) -> str:
         """The common part of all seeds and sizes of a model: its architecture and other flags, sorted."""
-        flags = {flag: value for flag, value in self.point.flags.items() if flag not in TRAINING_FLAGS}
+        flags = {flag: value for flag, value in self.flags.items() if flag not in TRAINING_FLAGS}
         return ",".join([flags.pop("arch"), *(f"{flag}={value}" for flag, value in sorted(flags.items()))])
 
     @property
-    def name(self) -> str:
+    def shown(self) -> str:
         """The name of the model in the table."""
         return re.sub(r",\s*", ", ", self.model.replace("_retrieval", "", 1))
 
     @property
     def rule(self) -> str:
         """The update rule: of the flag, or of the preset, whose name begins with it."""
-        named = [rule for rule in COLOURS if self.point.flags["arch"].startswith(rule)]
-        return self.point.flags.get("update-rule", max(named, key=len, default=DEFAULTS["update-rule"]))
+        named = [rule for rule in COLOURS if self.flags["arch"].startswith(rule)]
+        return self.flags.get("update-rule", max(named, key=len, default=DEFAULTS["update-rule"]))
 
 
-def read_results(points: list[Point], common: dict[str, str], out: Path) -> list[Result]:
-    """Return the finished points of the grids, in their order."""
-    found = []
-    for point in points:
-        training = point.training(common, out)
-        if training.is_finished():
-            path = training.folder / "train.log"
-            log, dim = read_training(path), re.search(r"feature_dim=(\d+)", path.read_text("utf-8", errors="replace"))
-            curve = log.curve("loss")
-            found.append(Result(point, curve, log.seconds, int(dim[1]) if dim else None, log.not_finite))
-    return found
+def read_result(training: Training) -> Result:
+    path = training.folder / "train.log"
+    log, dim = read_training(path), re.search(r"feature_dim=(\d+)", path.read_text("utf-8", errors="replace"))
+    features = int(dim[1]) if dim else None
+    return Result(training.name, training.about, log.curve("loss"), log.seconds, features, log.not_finite)
 
 
 def group(results: Iterable[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
@@ -104,14 +103,14 @@ def write_tables(results: list[Result], out: Path) -> None:
     """Write points.csv and curves.csv."""
     rows = []
     for result in results:
-        row: dict[str, Any] = {"point": result.point.name, "S": result.point.size}
+        row: dict[str, Any] = {"point": result.name, "S": result.size}
         row |= {"feature_dim": result.feature_dim or "", "best_loss": f"{result.best:.3g}"}
         row["at_update"] = next((update for update, loss in result.evaluations if loss == result.best), "")
         row |= {"updates": result.updates, "seconds": f"{result.seconds:.0f}"}
         rows.append(row | {"diverged": "yes" if result.diverged else ""})
     write_csv(out / "points.csv", rows)
     curves = [
-        {"point": result.point.name, "update": update, "loss": f"{loss:.6g}"}
+        {"point": result.name, "update": update, "loss": f"{loss:.6g}"}
         for result in results
         for update, loss in result.evaluations
     ]
@@ -125,9 +124,9 @@ def lines_of(results: list[Result], published: dict[str, Any]) -> list[str]:
     """
 
     def row_of(result: Result) -> tuple[str, str, int, str]:
-        pairs = result.point.flags.get("valid-length")
-        shown = result.name + (f", {pairs} pairs in evaluation" if pairs else "")
-        return "2" if result.replaced else "1", shown, result.point.size, result.model
+        pairs = result.flags.get("valid-length")
+        shown = result.shown + (f", {pairs} pairs in evaluation" if pairs else "")
+        return "2" if result.replaced else "1", shown, result.size, result.model
 
     cells = []
     rows = group((result for result in results if not result.is_bare or result.replaced), row_of)
@@ -146,16 +145,9 @@ Styles = dict[str, dict[str, str]]  # label, colour and marker of each model
 
 
 def model_styles(results: list[Result]) -> Styles:
-    """Return the label, colour and marker of every model."""
-    names = {result.model: result.name for result in results}
-    colour, markers = colours(names.values()), itertools.cycle(MARKERS + "*<>dp")  # readable without colours, too
+    names = {result.model: result.shown for result in results}
+    colour, markers = colours(names.values()), cycle(MARKERS + "*<>dp")  # readable without colours, too
     return {model: {"label": name, "color": colour[name], "marker": next(markers)} for model, name in names.items()}
-
-
-def medians(results: list[Result]) -> dict[int, float]:
-    """Return the median loss of the seeds, by S."""
-    sizes = group(results, lambda result: result.point.size)
-    return {size: median(result.best for result in sizes[size]) for size in sorted(sizes)}
 
 
 def draw_losses(axes: Any, results: list[Result], styles: Styles, published: dict[str, Any]) -> None:
@@ -163,13 +155,14 @@ def draw_losses(axes: Any, results: list[Result], styles: Styles, published: dic
 
     The number of features of FAVOR+ is left out: its losses leave zero long before.
     """
-    largest, compared = max(result.point.size for result in results), False
+    largest, compared = max(result.size for result in results), False
     empty = {"ms": 6, "mfc": "none", "lw": 0.8}
     for model, found in group(results, lambda result: result.model).items():
-        style, found = styles[model], sorted(found, key=lambda result: result.point.size)
-        line = medians(found)
-        axes.plot(list(line), list(line.values()), color=style["color"], lw=1.5)
-        axes.plot([result.point.size for result in found], [result.best for result in found], ls="", ms=5, **style)
+        style, found = styles[model], sorted(found, key=lambda result: result.size)
+        sizes = group(found, lambda result: result.size)
+        medians = [median(result.best for result in seeds) for seeds in sizes.values()]
+        axes.plot(list(sizes), medians, color=style["color"], lw=1.5)
+        axes.plot([result.size for result in found], [result.best for result in found], ls="", ms=5, **style)
         theirs = {size: loss for size, loss in published.get(model, {}).items() if size <= largest}
         axes.plot(list(theirs), list(theirs.values()), ls="--", alpha=0.8, **empty, **style | {"label": None})
         compared = compared or bool(theirs)
@@ -180,7 +173,7 @@ def draw_losses(axes: Any, results: list[Result], styles: Styles, published: dic
             axes.axvline(dim, color=PUBLISHED, ls=":", lw=1.2)
             axes.text(dim, 1, f" {dim}", color=PUBLISHED, transform=axes.get_xaxis_transform(), va="top", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="number of keys S", ylabel="best evaluation loss (half the squared distance)")
+    axes.set(xlabel="number of keys S", ylabel=f"best {LOSS}")
 
 
 def draw_curves(axes: Any, results: list[Result], styles: Styles) -> None:
@@ -191,24 +184,20 @@ def draw_curves(axes: Any, results: list[Result], styles: Styles) -> None:
             updates, losses = zip(*result.evaluations, strict=True)
             axes.plot(updates, losses, lw=1.6, ms=4, markevery=0.12, alpha=0.9, **style | {"label": None})
             axes.plot(updates[-1], losses[-1], ls="", ms=5, **style | {"label": None if index else style["label"]})
-    axes.set(xlabel="updates", ylabel="evaluation loss (half the squared distance)")
+    axes.set(xlabel="updates", ylabel=LOSS)
 
 
 def capacity(results: list[Result]) -> dict[tuple[str, str, int], dict[float, list[Result]]]:
     """Return results by (rule, map, features), then by S / features, without presets; of several models the first."""
-    blocks: dict[tuple[str, str, int], dict[float, list[Result]]] = {}
-    bare = (result for result in results if result.is_bare and result.feature_dim)
-    for block, found in group(
-        bare, lambda result: (result.rule, result.point.flags.get("feature-map", "elu"), result.feature_dim)
-    ).items():
+
+    def block_of(result: Result) -> tuple[str, str, int]:
+        return result.rule, result.flags.get("feature-map", DEFAULTS["feature-map"]), result.feature_dim
+
+    blocks = group((result for result in results if result.is_bare and result.feature_dim), block_of)
+    for block, found in blocks.items():
         found = [result for result in found if result.model == found[0].model]
-        blocks[block] = group(found, lambda result: result.point.size / result.feature_dim)
+        blocks[block] = group(found, lambda result: result.size / result.feature_dim)
     return blocks
-
-
-def held(size: int, loss: float) -> int:
-    """Return the number of the S keys that are answered: each other one costs 1 / 2."""
-    return round(max(0, size * (1 - 2 * loss)))
 
 
 def draw_capacity(axes: Any, results: list[Result]) -> None:
@@ -217,14 +206,13 @@ def draw_capacity(axes: Any, results: list[Result]) -> None:
     rules = list(dict.fromkeys(rule for rule, *_ in cells))
     maps = list(dict.fromkeys(block[1:] for block in cells))
     ratios = sorted({ratio for found in cells.values() for ratio in found})
-    columns = list(itertools.product(maps, ratios))
+    columns = list(product(maps, ratios))
     losses = [[nan] * len(columns) for _ in rules]
-    for (y, rule), (x, (block, ratio)) in itertools.product(enumerate(rules), enumerate(columns)):
+    for (y, rule), (x, (block, ratio)) in product(enumerate(rules), enumerate(columns)):
         if cell := cells.get((rule, *block), {}).get(ratio):
             loss = losses[y][x] = median(result.best for result in cell)
-            colour = "white" if loss < 0.1 else "black"
-            answered = held(cell[0].point.size, loss)
-            axes.text(x, y, answered, ha="center", va="center", fontsize=8, color=colour)
+            answered = round(max(0, cell[0].size * (1 - 2 * loss)))  # each other key costs 1 / 2
+            axes.text(x, y, answered, ha="center", va="center", fontsize=8, color="white" if loss < 0.1 else "black")
     axes.grid(False)
     image = axes.imshow(losses, aspect="auto", cmap="viridis", norm="log", vmin=0.001, vmax=0.5)
     axes.set_xticks(range(len(columns)), [f"{ratio:g}" for _, ratio in columns], fontsize=7)
@@ -251,15 +239,25 @@ class Picture(NamedTuple):
     given: tuple[Any, ...] = ()
     scale: str = "linear"  # of losses
 
+    def draw(self, out: Path) -> None:
+        figure, axes = load_pyplot().subplots(figsize=(12, 3.4) if self.name == "capacity" else (8.4, 4.8))
+        self.draw_on(axes, self.results, *self.given)
+        axes.set_title(self.title)
+        if axes.get_legend_handles_labels()[0]:
+            axes.set_yscale(self.scale)
+            axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        save(figure, out / f"{self.name}.png")
+        print(out / f"{self.name}.png")
+
 
 def plan_pictures(results: list[Result], published: dict[str, Any]) -> list[Picture]:
     """Return the pictures that have points."""
-    shown = [result for result in results if isfinite(result.best) and "valid-length" not in result.point.flags]
+    shown = [result for result in results if isfinite(result.best) and "valid-length" not in result.flags]
     first, second = ([result for result in shown if result.replaced == replaced] for replaced in (False, True))
     cells = [result for block in capacity(first).values() for cell in block.values() for result in cell]
     named = [result for result in first if not result.is_bare or not result.feature_dim]
-    near, far = ([r for r in named if (r.point.size == FIGURE_4_SIZE) == is_far] for is_far in (False, True))
-    early = [result for result in second if result.point.size == FIGURE_3_SIZE]
+    near, far = ([r for r in named if (r.size == FIGURE_4_SIZE) == is_far] for is_far in (False, True))
+    early = [result for result in second if result.size == FIGURE_3_SIZE]
     one, two = model_styles(named), model_styles(second)
     theirs = published["setting 1"], published["setting 2"]
     dotted, seeds = "dotted: numbers of features", f"{FIGURE_3_SIZE} keys, {2 * FIGURE_3_SIZE} pairs; one line per seed"
@@ -273,29 +271,10 @@ def plan_pictures(results: list[Result], published: dict[str, Any]) -> list[Pict
     return [picture for picture in planned if picture.results]
 
 
-def draw(picture: Picture, out: Path) -> None:
-    """Draw a picture into its file."""
-    figure, axes = load_pyplot().subplots(figsize=(12, 3.4) if picture.name == "capacity" else (8.4, 4.8))
-    picture.draw_on(axes, picture.results, *picture.given)
-    axes.set_title(picture.title)
-    if axes.get_legend_handles_labels()[0]:
-        axes.set_yscale(picture.scale)
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    save(figure, out / f"{picture.name}.png")
-    print(out / f"{picture.name}.png")
-
-
-def write(recipe: Path, points: list[Point], common: dict[str, str], out: Path) -> None:
-    """Write everything. Raises RecipeError if no point is finished."""
-    results = read_results(points, common, out)
-    if not results:
-        raise RecipeError(f"{out} must have a finished point of these grids, got none: run the stage train first.")
-    # The losses of the paper's released runs, by S, of each model in each setting.
-    published = read_yaml(recipe / "published.yaml", plain=False)
+def write(finished: list[Training], published: dict[str, Any], out: Path) -> None:
+    """Write everything. published: the losses of the paper's released runs, by S, of each model in each setting."""
+    results = [read_result(training) for training in finished]
     write_tables(results, out)
     commands.write(out / "table.md", "\n".join(lines_of(results, published)) + "\n")
-    pictures = plan_pictures(results, published)
-    for picture in pictures:
-        draw(picture, out)
-    if left := len(points) - len(results):
-        print(f"{left} points are not finished; the stage plan names them.")
+    for picture in plan_pictures(results, published):
+        picture.draw(out)

@@ -1,0 +1,172 @@
+"""Tables of language models: several on one text, and rows next to a paper's tables, as peps/grid.yaml or carried.yaml.
+
+Perplexity per word spreads the loss of all tokens over words and line ends, and so can be compared between
+vocabularies; perplexity per token cannot. A run counts as diverged if fairseq-train stopped at a non-finite gradient.
+In a grid it also does if its last validation is not finite or worse than `FAR` times its best one.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from commands import run
+from flags import read_yaml
+from log import read_json, read_training
+from prepare import count
+from recipe import Model, runs
+from tables import Run, by_model, markdown, read_run, row_of, save, show
+
+HEADS = {"perplexity": "ppl", "loss_base_2": "bits"}
+FAR = 1.5
+Row = dict[str, Any]  # of the CSV; None = missing
+
+
+# Several models on one text.
+
+
+def write(out: Path, models: list[Model], measure: str, text: Path | None) -> None:
+    """Write results.csv with a row for each run, and table.md with one for each model, the mean of its seeds.
+
+    measure: perplexity, or loss_base_2 for bits. text: folder of texts, for perplexities per word.
+    """
+    finished = {}
+    for model in models:
+        found = read_run(model.folder)
+        if found.diverged:
+            print(f"{model.label} is not in the table, it diverged: {found.diverged}.")
+        elif found.updates is not None:
+            finished[model] = found
+    if not finished:
+        return
+    rows = [compared_row(model, found, measure, text) for model, found in finished.items()]
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+    rows = [{head: row.get(head, "") for head in heads} for row in rows]
+    logs = [f"{model.label}={model.folder / 'train.log'}" for model in finished]
+    run("fwp-plot", *logs, "--out", out / "curves.png")
+    lines = by_model(rows, {head: head for head in heads if head.startswith(("valid", "test"))})
+    for model in finished:
+        if found := attention_lengths(model.folder):
+            lines += ["", f"{model.label}:", "", *found]
+    save(out, "results", rows, lines, "curves.png")
+
+
+def compared_row(model: Model, found: Run, measure: str, text: Path | None) -> Row:
+    """Return the numbers of a run, from all its evaluations of valid and test."""
+    paths = sorted(model.folder.glob("*.json"), key=lambda path: (path.stem.startswith("test"), path.stem))
+    results = {path.stem: read_json(path) for path in paths if path.stem.partition(" ")[0] in ("valid", "test")}
+    scores = {f"{name} {HEADS[measure]}": result[measure] for name, result in results.items()}
+    for name, result in results.items() if text else ():
+        bits = result["loss_base_2"] * result["tokens"]
+        scores[f"{name}, per word"] = 2 ** (bits / count(text / f"{name.split()[0]}.txt"))
+    return row_of(model, found._replace(hours=round(found.hours, 3)), scores)
+
+
+def attention_lengths(folder: Path) -> list[str]:
+    """Return the table of Dai et al. 2019, Table 6; empty if the run was not evaluated by attention length.
+
+    PPL init is that of the training lengths, PPL best the lowest one over attention lengths. Attn Len is the shortest
+    length with PPL best to two digits, chosen on the validation set.
+    """
+    lengths = [int(path.stem.split()[-1]) for path in folder.glob("valid attention *.json") if path.stem[-1].isdigit()]
+    if not lengths:
+        return []
+
+    def perplexity(name: str) -> float:
+        return float(read_json(folder / f"{name}.json").get("perplexity", "nan"))
+
+    best = min(lengths, key=lambda length: (round(perplexity(f"valid attention {length}"), 2), length))
+    rows = []
+    for split in ("valid", "test"):
+        found = [perplexity(f"{split} {label}") for label in ("init", f"attention {best}")]
+        rows.append([split, *(f"{ppl:.2f}" for ppl in found), best])
+    return markdown(["split", "PPL init", "PPL best", "Attn Len"], rows)
+
+
+# Rows of the papers' tables.
+
+
+def read_row(run: Run, *labels: str) -> Row:
+    """Return the numbers of a training, with the perplexities of its evaluations under the labels."""
+    found = {split: run.result(" ".join([split, *labels])).get("perplexity") for split in ("valid", "test")}
+    return {**found, **{name: value for name, value in run._asdict().items() if name != "folder"}}
+
+
+def said(row: Row) -> str:
+    return "diverged" if row.get("diverged") else "not run"
+
+
+def perplexities(row: Row) -> list[str]:
+    """Return those of valid and test for a table, or the words for a missing one."""
+    return [show(row.get(split), 1, said(row)) for split in ("valid", "test")]
+
+
+# Rows of a grid, by rank.
+
+
+def write_grid(tables: Path, out: Path, folder: Path) -> None:
+    """Write grid.csv and table.md of the runs in out/grid/RUN."""
+    grid, rows = read_yaml(tables, plain=False), []
+    for name in runs(grid):
+        run = read_run(out / "grid" / name)
+        if run.updates is not None and not run.diverged:
+            training = read_training(run.folder / "train.log")
+            last, best = training.curve()[-1][1], training.best()
+            if not last <= FAR * best:
+                where = f"ended at a validation perplexity of {last:.1f}, its best was {best:.1f}"
+                run = run._replace(diverged=where)
+        if run.updates is not None:
+            rows.append({"run": name, **read_row(run)})
+    if rows:
+        save(folder, "grid", rows, grid_lines(grid, rows))
+
+
+def grid_lines(grid: list[dict[str, Any]], rows: list[Row]) -> list[str]:
+    """Return a table of Markdown for each of the papers' tables, ranked by test if the paper has it, else by valid."""
+    heads = ["row", "conf/grid/", "valid", "test", "rank", "paper valid", "paper test", "paper rank"]
+    outcomes, found, diverged = {row["run"]: row for row in rows}, [], {}
+    for table in grid:
+        asked, split = table["rows"], "test" if any("test" in row for row in table["rows"]) else "valid"
+        outcome, papers = [outcomes.get(row["run"], {}) for row in asked], [row.get(split) for row in asked]
+        ours = ranks([paper and (our.get(split) or said(our)) for our, paper in zip(outcome, papers, strict=True)])
+        cells = []
+        for row, our, rank, paper in zip(asked, outcome, ours, ranks(papers), strict=True):
+            theirs = [show(row.get(name), 1) for name in ("valid", "test")]
+            cells.append([row["row"], row["run"], *perplexities(our), rank, *theirs, paper])
+        diverged |= {x["run"]: f"- {x['run']} diverged: {x['diverged']}" for x in outcome if x.get("diverged")}
+        ranked = any(isinstance(paper, float) for paper in papers)  # else it is a table of ours
+        width = len(heads) if ranked else 4
+        title = f"**{table['table']}**" + (f", ranked by {split}" if ranked else "")
+        found += ["", title, "", *markdown(heads[:width], [row[:width] for row in cells], left=2)]
+    return [*found[1:], "", *diverged.values()]
+
+
+def ranks(values: list[float | str | None]) -> list[str]:
+    """Return the ranks of perplexities; equal ones share a rank, words stay words, and None is a dash."""
+    known = [x for x in values if isinstance(x, float)]
+    return [str(1 + sum(y < x for y in known)) if isinstance(x, float) else x or "-" for x in values]
+
+
+# Rows of a carried state, by its size.
+
+
+def write_carried(table: Path, out: Path, folder: Path) -> None:
+    """Write carried.csv and table.md of the runs in out/carried/RUN.
+
+    A row of the YAML is a run under one protocol. It has the paper's state in millions of numbers, and the paper's
+    perplexities, which may be a bound like "> 260".
+    """
+    heads = ["model", "trained", "evaluated", "state", "valid", "test", "paper state (M)", "paper valid", "paper test"]
+    rows, cells, trainings = [], [], {}
+    for asked in read_yaml(table, plain=False):
+        run, protocol = read_run(out / "carried" / asked["run"]), asked["evaluated"]
+        test = run.result(f"test {protocol}")
+        state = asked.get("numbers", test.get("state_size")) if test else None
+        row = {"run": asked["run"], "evaluated": protocol, "state": state, **read_row(run, protocol)}
+        paper = [str(asked.get(name, "-")) for name in ("state", "valid", "test")]
+        ours = [show(state, 0), *perplexities(row)]
+        cells.append([asked["row"], asked["trained"], protocol, *ours, *paper, f"{asked['run']}.yaml"])
+        if run.updates is not None:
+            rows.append(row)
+            size = f": {run.parameters:,} parameters, {run.updates:,} updates, {run.hours:.3f} hours"
+            trainings[asked["run"]] = f"- {asked['run']}" + (f" diverged: {run.diverged}" if run.diverged else size)
+    if rows:
+        save(folder, "carried", rows, [*markdown([*heads, "conf/carried/"], cells, left=3), "", *trainings.values()])

@@ -1,1 +1,0 @@
-"""Tables and pictures of finished runs: first a CSV of the raw numbers, then Markdown and pictures from it."""
