@@ -1,11 +1,15 @@
-"""Binarised texts of random words, without fairseq-preprocess, and the arguments of a small training on one."""
+"""Binarised texts of random words, the arguments of a small training on one, and trainings in this process."""
 
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from fairseq import options
 from fairseq.data import Dictionary, indexed_dataset
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import preprocess as fairseq_preprocess
+from fairseq_cli import train as fairseq_train
 
 SIZE = ["--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16, "--tokens-per-sample", 16]
 TASKS = {"samples": ["language_modeling"], "streams": ["fwp_language_modeling", "--carry-state"]}
@@ -43,3 +47,28 @@ def training(data: Path, save_dir: Path, task: str, *flags: object) -> list[obje
     updates = ["--batch-size", 4, "--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--optimizer", "adam"]
     model = ["--arch", "delta_lm_wt103", *SIZE, "--lr", 1e-3, "--cpu", "--save-dir", save_dir]
     return [data, "--task", *TASKS[task], *model, *updates, *flags]
+
+
+def train_model(*arguments: object) -> None:
+    """Run fairseq-train in this process."""
+    args = options.parse_args_and_arch(options.get_training_parser(), input_args=[*map(str, arguments)])
+    fairseq_train.main(convert_namespace_to_omegaconf(args))
+
+
+def preprocess(train: Path, test: Path, out: Path) -> None:
+    """Run fairseq-preprocess in this process."""
+    arguments = ["--only-source", "--trainpref", train, "--testpref", test, "--destdir", out]
+    fairseq_preprocess.main(options.get_preprocessing_parser().parse_args([*map(str, arguments)]))
+
+
+def write_lines(path: Path, lines: int, words: int, chooser: random.Random) -> None:
+    text = (" ".join(f"w{chooser.randrange(words)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
+    path.write_text("\n".join(text) + "\n")
+
+
+def prepare_random_text(folder: Path) -> None:
+    """Write train.txt and test.txt of 30 words into a folder, and their data into its folder `data`."""
+    chooser = random.Random(1)
+    for split, lines in (("train", 60), ("test", 10)):
+        write_lines(folder / f"{split}.txt", lines, 30, chooser)
+    preprocess(folder / "train.txt", folder / "test.txt", folder / "data")

@@ -29,10 +29,8 @@ def criterion(monkeypatch):
 def language_sample():
     tokens = random_tokens(3, 8)
     tokens[1, 5:] = PAD
-    return {
-        "net_input": {"src_tokens": tokens[:, :-1], "src_lengths": torch.tensor([7, 4, 7])},
-        "target": tokens[:, 1:],
-    }
+    net_input = {"src_tokens": tokens[:, :-1], "src_lengths": torch.tensor([7, 4, 7])}
+    return {"net_input": net_input, "target": tokens[:, 1:]}
 
 
 def translation_sample():
@@ -44,26 +42,31 @@ def translation_sample():
     return {"net_input": net_input, "target": target}
 
 
+def log_probs(model, sample):
+    """Return those of all words, for every target but padding."""
+    return model.get_normalized_probs(model(**sample["net_input"]), log_probs=True)[sample["target"].ne(PAD)]
+
+
+def gradients(loss, model):
+    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def divergence_of(ours, theirs):
+    return F.kl_div(ours, theirs, log_target=True, reduction="sum")
+
+
 @looped("weight", [1.0, 0.3])
 def test_the_distribution_of_a_language_model(criterion, weight):
     student, teacher = build_model("delta_lm_wt103"), build_model("softmax_lm_wt103")
     sample = language_sample()
     loss, tokens, log = criterion(teacher, teacher_weight=weight)(student, sample)
-    kept = sample["target"].ne(PAD)
-    ours, theirs = (
-        of.get_normalized_probs(of(**sample["net_input"]), log_probs=True)[kept] for of in (student, teacher)
-    )
-    divergence = F.kl_div(ours, theirs, log_target=True, reduction="sum")
-    nll = F.nll_loss(ours, sample["target"][kept], reduction="sum")
+    kept, (ours, theirs) = sample["target"].ne(PAD), (log_probs(of, sample) for of in (student, teacher))
+    divergence, nll = divergence_of(ours, theirs), F.nll_loss(ours, sample["target"][kept], reduction="sum")
     expected = weight * divergence + (1 - weight) * nll
     assert tokens == kept.sum() == 18
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close([log["divergence"], log["nll_loss"]], [divergence.detach(), nll.detach()])
-    parameters = list(student.parameters())
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, parameters, allow_unused=True),
-        torch.autograd.grad(expected, parameters, allow_unused=True),
-    )
+    torch.testing.assert_close(gradients(loss, student), gradients(expected, student))
 
 
 def test_an_adaptive_softmax_is_compared_cluster_by_cluster(criterion):
@@ -71,25 +74,20 @@ def test_an_adaptive_softmax_is_compared_cluster_by_cluster(criterion):
     student, teacher = build_model("delta_lm_wt103", **flags), build_model("softmax_lm_wt103", **flags)
     sample = language_sample()
     loss, _, log = criterion(teacher)(student, sample)
-    kept = sample["target"].ne(PAD)
-    target = sample["target"][kept]
-    probs = [
-        of.get_normalized_probs(of(**sample["net_input"]), log_probs=True)[kept].exp() for of in (student, teacher)
-    ]
+    target = sample["target"][sample["target"].ne(PAD)]
+    probs = [log_probs(of, sample).exp() for of in (student, teacher)]
     # For the head its words and clusters; for a cluster its words, if the target is one of them.
     bounds = [(0, 10), (10, 30), (30, 50)]
     heads = [torch.cat([p[:, :10], *(p[:, a:b].sum(1, keepdim=True) for a, b in bounds[1:])], 1) for p in probs]
-    expected = F.kl_div(*(head.log() for head in heads), log_target=True, reduction="sum")
+    expected = divergence_of(*(head.log() for head in heads))
     for a, b in bounds[1:]:
         rows = (target >= a) & (target < b)
         tails = [(p[rows, a:b] / p[rows, a:b].sum(1, keepdim=True)).log() for p in probs]
-        expected = expected + F.kl_div(*tails, log_target=True, reduction="sum")
+        expected = expected + divergence_of(*tails)
     torch.testing.assert_close(loss, expected)
     nll = -probs[0].log().gather(1, target.unsqueeze(1)).sum()
     torch.testing.assert_close(log["nll_loss"], nll.detach())
-    assert all(
-        x.isfinite().all() for x in torch.autograd.grad(loss, student.parameters(), allow_unused=True) if x is not None
-    )
+    assert all(x.isfinite().all() for x in gradients(loss, student) if x is not None)
 
 
 @looped("arch", ["delta_lm_wt103", "decay_lm_wt103", "gated_delta_lm_wt103", "fwp_xl_lm"])
@@ -104,14 +102,12 @@ def test_the_output_of_each_attention_of_a_language_model(criterion, arch):
     assert len(inputs) == 2
     layers = attentions(student)
     kept = sample["net_input"]["src_tokens"].ne(PAD)
-    expected = (
-        sum((layers[name](*given)[0] - out.detach())[kept].square().mean() for name, (given, out) in inputs.items()) / 2
-    )
+    errors = ((layers[name](*given)[0] - out.detach())[kept].square().mean() for name, (given, out) in inputs.items())
+    expected = sum(errors) / 2
     loss, tokens, _ = criterion(teacher, distillation="attention")(student, sample)
     torch.testing.assert_close(loss, tokens * expected)
-    found = torch.autograd.grad(loss, student.parameters(), allow_unused=True)
-    expected = torch.autograd.grad(tokens * expected, student.parameters(), allow_unused=True)
-    torch.testing.assert_close(found, expected)
+    found = gradients(loss, student)
+    torch.testing.assert_close(found, gradients(tokens * expected, student))
     learns = {name for (name, _), x in zip(student.named_parameters(), found, strict=True) if x is not None}
     assert learns and all(".self_attn." in name for name in learns)
 
@@ -119,19 +115,14 @@ def test_the_output_of_each_attention_of_a_language_model(criterion, arch):
 @looped("distillation", ["attention", "distribution"])
 @looped("arch", ["sum_mt_wmt14_en_de", "delta_dpfp_mt_wmt14_en_de", "softmax_mt_wmt14_en_de"])
 def test_translation(criterion, arch, distillation):
-    student, teacher, sample = (
-        build_translation(arch),
-        build_translation("softmax_mt_wmt14_en_de"),
-        translation_sample(),
-    )
+    student, teacher = build_translation(arch), build_translation("softmax_mt_wmt14_en_de")
+    sample = translation_sample()
     loss, tokens, _ = criterion(teacher, distillation=distillation)(student, sample)
     assert tokens == 13 and loss > 0
     if distillation == "attention":
         assert len(attentions(student)) == 6
     else:
-        kept = sample["target"].ne(PAD)
-        ours, theirs = (of.get_normalized_probs(of(**sample["net_input"]), True)[kept] for of in (student, teacher))
-        torch.testing.assert_close(loss, F.kl_div(ours, theirs, log_target=True, reduction="sum"))
+        torch.testing.assert_close(loss, divergence_of(*(log_probs(of, sample) for of in (student, teacher))))
     loss.backward()
     assert any(x.grad is not None for x in student.parameters())
     assert all(x.grad is None for x in teacher.parameters()) or teacher is student
@@ -160,39 +151,37 @@ def test_a_model_has_nothing_to_learn_of_itself(criterion, distillation):
     assert abs(loss) < 1e-10
 
 
-def test_what_does_not_fit(criterion):
-    student, sample = build_model("delta_lm_wt103"), language_sample()
+# Flags of the teacher, settings of the criterion, words of the sentence
+# fmt: off
+WRONG = [
+    ({"vocabulary": 40}, {}, "must have the same words in each cluster, got 50 and 40"),
+    ({"adaptive_softmax_cutoff": "10"}, {}, "give the teacher's --adaptive-sof"),
+    ({"decoder_layers": 3}, {"distillation": "attention"}, "got 2 attentions in the model and 3 in the teacher: give"),
+    ({"decoder_embed_dim": 96}, {"distillation": "attention"}, "must take the teacher's vectors, of size 96: give a t"),
+    ({}, {"teacher_weight": 2}, r"--teacher-weight must be in \[0, 1\], got 2"),
+    ({}, {"ddp_backend": "pytorch_ddp"}, "--ddp-backend must be legacy_ddp with fwp_distillation, got pytorch_ddp"),
+    ({}, {"teacher_weight": 0.5, "distillation": "attention"}, "--teacher-weight must be 1 with --distillation atten"),
+]
+# fmt: on
+
+
+@looped("flags, settings, sentence", WRONG)
+def test_what_does_not_fit(criterion, flags, settings, sentence):
+    sample = language_sample()
     sample["net_input"]["src_tokens"].clamp_(max=39)
-    of_words, of_clusters = (
-        "must have the same words in each cluster, got 50 and 40",
-        "give the teacher's --adaptive-sof",
-    )
-    for flags, distillation, sentence in (
-        ({"vocabulary": 40}, "distribution", of_words),
-        ({"adaptive_softmax_cutoff": "10"}, "distribution", of_clusters),
-        ({"decoder_layers": 3}, "attention", "got 2 attentions in the model and 3 in the teacher: give"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            criterion(build_model("softmax_lm_wt103", **flags), distillation=distillation)(student, sample)
-    with pytest.raises(ValueError, match=r"--teacher-weight must be in \[0, 1\], got 2"):
-        criterion(student, teacher_weight=2)
-    with pytest.raises(ValueError, match="--ddp-backend must be legacy_ddp with fwp_distillation, got pytorch_ddp"):
-        criterion(student, ddp_backend="pytorch_ddp")
-    with pytest.raises(ValueError, match="--teacher-weight must be 1 with --distillation attention"):
-        criterion(student, teacher_weight=0.5, distillation="attention")
-    wider = build_model("softmax_lm_wt103", decoder_embed_dim=96)
-    with pytest.raises(ValueError, match="must take the teacher's vectors, of size 96: give a teacher with as"):
-        criterion(wider, distillation="attention")(student, sample)
+    with pytest.raises(ValueError, match=sentence):
+        criterion(build_model("softmax_lm_wt103", **flags), **settings)(build_model("delta_lm_wt103"), sample)
+
+
+def test_teachers_and_samples_that_cannot_be(criterion, tmp_path):
+    task = Namespace(target_dictionary=make_dictionary(50))
+    none = str(tmp_path / "none.pt")
+    for path, says in (("", "a checkpoint to learn from, got none"), (none, r"a checkpoint, got .*none\.pt")):
+        with pytest.raises(ValueError, match=f"--teacher must be {says}"):
+            DistillationCriterion(task, path)
+    sample, student = language_sample(), build_model("delta_lm_wt103")
     with pytest.raises(ValueError, match="--carry-state must be left out"):
         criterion(student)(student, sample | {"net_input": {**sample["net_input"], "state": None}})
-
-
-def test_a_teacher_that_cannot_be_read(tmp_path):
-    task = Namespace(target_dictionary=make_dictionary(50))
-    with pytest.raises(ValueError, match="--teacher must be a checkpoint to learn from, got none"):
-        DistillationCriterion(task, "")
-    with pytest.raises(ValueError, match=r"--teacher must be a checkpoint, got .*none\.pt"):
-        DistillationCriterion(task, str(tmp_path / "none.pt"))
 
 
 def test_a_task_goes_on_with_its_own_model(monkeypatch):

@@ -2,19 +2,21 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from cli.test_eval_lm import prepare_random_text, train_model
 from pairwise import looped
 from refusals import refused
 from small_models import build_model
+from small_text import prepare_random_text, train_model
 
 from fairseq_fwp.cli import add_layer, eval_lm
 from fairseq_fwp.fast_weight_layer.initialization import STREAMS, read_moments
 
 LENGTH = 8
+slow = partial(pytest.param, marks=pytest.mark.slow)
 XL = ["--task", "fwp_language_modeling", "--carry-state", "--arch", "fwp_xl_lm", "--mem-len", "4"]
 BASES = {
     "Transformer-XL": [*XL, "--decoder-normalize-before"],
@@ -24,16 +26,15 @@ BASES = {
 }
 
 
-SIZES = [
-    "--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-attention-heads", 2,
-]  # fmt: skip
+SIZES = ["--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24]
+SIZES += ["--decoder-attention-heads", 2]
 
 
 def train(folder, name, *flags):
     train_model(
-        folder / "data", *flags, "--cpu", "--tokens-per-sample", LENGTH, "--batch-size", 4, "--optimizer", "adam",
-        "--lr", 0.01, "--max-update", 3, "--disable-validation", "--no-epoch-checkpoints", "--save-dir", folder / name,
-        "--log-format", "none", "--num-workers", 0,
+        folder / "data", "--cpu", "--tokens-per-sample", LENGTH, "--batch-size", 4, "--optimizer", "adam", "--lr", 0.01,
+        "--max-update", 3, "--disable-validation", "--no-epoch-checkpoints", "--save-dir", folder / name,
+        "--log-format", "none", "--num-workers", 0, *flags,
     )  # fmt: skip
 
 
@@ -61,14 +62,6 @@ def run(folder, name, *flags):
     out.unlink(missing_ok=True)
     add_layer.main([str(folder / "data"), "--path", str(path), "--out", str(out), *flags])
     return path, out
-
-
-def test_an_existing_file_is_kept(folder):
-    path = next(folder.glob("*/checkpoint_last.pt"))
-    before = path.read_bytes()
-    says = r"--out must be a new file, got .*checkpoint_last\.pt, which exists"
-    refused(add_layer.main, folder / "data", "--path", path, "--out", path, says=says)
-    assert path.read_bytes() == before
 
 
 @looped("name", ["Transformer-XL", "local"])
@@ -125,16 +118,17 @@ def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, flags, se
     assert not list(tmp_path.rglob("*.pt"))
 
 
-def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplog):
-    """A warning names them by their flags; with the same flags, or a resumed training, there is none."""
-    path = folder / "local" / "checkpoint_last.pt"
-    same = [*BASES["local"], *SIZES, "--finetune-from-model", path]
-    for _ in range(2):
-        train(folder, tmp_path / "same", *same, "--dropout", 0.3)
-    assert not [record for record in caplog.records if "was trained with" in record.message]
-    train(folder, tmp_path / "other", *same, "--attention-window", 5)
-    (told,) = [record for record in caplog.records if "was trained with" in record.message]
-    assert told.levelname == "WARNING" and told.message.startswith(
+@pytest.mark.parametrize("way", ["--finetune-from-model", *map(slow, ("--restore-file", "resumed"))])
+def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplog, way):
+    """One warning names them by their flags; with the same flags there is none."""
+    for changed in ([], ["--attention-window", 5]):
+        save_dir, path = tmp_path / f"{way}{len(changed)}", folder / "local" / "checkpoint_last.pt"
+        save_dir.mkdir()
+        path, start = (Path(shutil.copy(path, save_dir)), []) if way == "resumed" else (path, [way, path])
+        train(folder, save_dir, *BASES["local"], *SIZES, *start, "--dropout", 0.3, "--max-update", 5, *changed)
+        told = [record for record in caplog.records if "was trained with" in record.message]
+        assert len(told) == len(changed) / 2
+    assert told[0].levelname == "WARNING" and told[0].message.startswith(
         f"{path} was trained with --attention-window 3, but is loaded with --attention-window 5: "
     )
 
@@ -149,30 +143,31 @@ def test_what_is_not_in_the_flags_is_left_to_fairseq(folder, tmp_path):
         train(folder, tmp_path, *FINE_TUNING, "--finetune-from-model", tmp_path / "damaged.pt", *flags)
 
 
-@looped(
-    "name, says",
-    [
-        ("no last norm", "the model must end with a layer normalisation, got --no-decoder-final-norm: train"),
-        ("layer", "must be fwp_lm or fwp_xl_lm, got fwp_fwl_lm"),
-        ("nothing", "there is no checkpoint"),
-    ],
-)
-def test_refusals(folder, name, says):
-    arguments = [folder / "data", "--path", folder / name / "checkpoint_last.pt", "--out", folder / f"{name}.pt"]
-    refused(add_layer.main, *arguments, says=says, out=folder / f"{name}.pt")
+# The checkpoint, the data, words of the sentence
+REFUSALS = [
+    ("no last norm", "data", "the model must end with a layer normalisation, got --no-decoder-final-norm: train"),
+    ("layer", "data", "must be fwp_lm or fwp_xl_lm, got fwp_fwl_lm"),
+    ("nothing", "data", "there is no checkpoint"),
+    ("local", "empty", "^fwp-add-layer: the text .*must have at least one token, got none"),
+    ("local", "untrained", "^fwp-add-layer: the text .*'train' must exist in .*, got only"),
+]
 
 
-@looped(
-    "empty, says", [(True, "must have at least one token, got none"), (False, "'train' must exist in .*, got only")]
-)
-def test_there_has_to_be_a_training_text(folder, tmp_path, empty, says):
-    data = Path(shutil.copytree(folder / "data", tmp_path / f"{empty}"))
-    for file in data.glob("train.*"):
+def test_refusals(folder, tmp_path):
+    """A file that exists is kept."""
+    for name in ("data", "empty", "untrained"):
+        shutil.copytree(folder / "data", tmp_path / name)
+    for file in tmp_path.glob("[eu]*/train.*"):
         file.unlink()
-        if empty:
+        if file.parent.name == "empty":
             file.touch()
-    arguments = [data, "--path", folder / "local" / "checkpoint_last.pt", "--out", tmp_path / "start.pt"]
-    refused(add_layer.main, *arguments, says=f"^fwp-add-layer: the text .*{says}", out=tmp_path / "start.pt")
+    for name, data, says in REFUSALS:
+        arguments = [tmp_path / data, "--path", folder / name / "checkpoint_last.pt", "--out", tmp_path / "start.pt"]
+        refused(add_layer.main, *arguments, says=says, out=tmp_path / "start.pt")
+    path = folder / "local" / "checkpoint_last.pt"
+    before, says = path.read_bytes(), r"--out must be a new file, got .*checkpoint_last\.pt, which exists"
+    refused(add_layer.main, folder / "data", "--path", path, "--out", path, says=says)
+    assert path.read_bytes() == before
 
 
 def test_a_short_text_is_refused():

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shutil
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -12,14 +13,12 @@ import torch
 from command_server import PLUGIN, run
 from fairseq import options
 from fairseq.data import Dictionary
-from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import eval_lm as fairseq_eval_lm
-from fairseq_cli import preprocess as fairseq_preprocess
-from fairseq_cli import train as fairseq_train
 from pairwise import looped
 from refusals import refused
 from small_models import make_dictionary
+from small_text import preprocess, train_model, write_lines, write_split
 
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.patches.messages import silence_known_warnings
@@ -65,9 +64,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval_lm")
     chooser = random.Random(1)
     (folder / "text").mkdir()
-    for split, lines, words in (("train", 40, 40), ("test", 23, 40), ("other", 9, 9)):
-        text = (" ".join(f"w{chooser.randrange(words)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
-        (folder / "text" / f"{split}.txt").write_text("\n".join(text) + "\n")
+    for split, lines, words in (("train", 40, 40), ("test", 12, 40), ("other", 9, 9)):
+        write_lines(folder / "text" / f"{split}.txt", lines, words, chooser)
     for name, train in (("data", "train"), ("data2", "other")):
         preprocess(folder / "text" / f"{train}.txt", folder / "text" / "test.txt", folder / name)
     for rule in ("delta", "softmax"):
@@ -80,26 +78,6 @@ def folder(tmp_path_factory):
         )  # fmt: skip
         (folder / rule / "checkpoint_last.pt").rename(folder / f"{rule}.pt")
     return folder
-
-
-def preprocess(train, test, out):
-    arguments = ["--only-source", "--trainpref", train, "--testpref", test, "--destdir", out]
-    fairseq_preprocess.main(options.get_preprocessing_parser().parse_args([*map(str, arguments)]))
-
-
-def prepare_random_text(folder):
-    """Write train.txt and test.txt of 30 words into a folder, and their data into its folder `data`."""
-    chooser = random.Random(1)
-    for split, lines in (("train", 60), ("test", 10)):
-        text = (" ".join(f"w{chooser.randrange(30)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
-        (folder / f"{split}.txt").write_text("\n".join(text) + "\n")
-    preprocess(folder / "train.txt", folder / "test.txt", folder / "data")
-
-
-def train_model(*arguments):
-    parser = options.get_training_parser()
-    args = options.parse_args_and_arch(parser, input_args=[*map(str, arguments)])
-    fairseq_train.main(convert_namespace_to_omegaconf(args))
 
 
 def evaluate(folder, *arguments, data="data", path="delta.pt"):
@@ -146,9 +124,10 @@ def test_padding_in_a_text_is_refused(damaged):
 
 
 def test_an_impossible_token_is_named(damaged):
-    """In both commands: fwp-eval-lm's refusal is one of those below."""
+    """In both commands: fwp-eval-lm's refusal is one of those below. What it refuses for its first token is scored."""
     with pytest.raises(ValueError, match="probabilities must be above 0, got 0 for the token '</s>': the model"):
         fairseqs_bits(damaged, "impossible.pt", 0)
+    assert 0 < fairseqs_bits(damaged, "bos.pt", 0) < 10
 
 
 def test_the_default_is_the_sliding_window(folder):
@@ -194,10 +173,8 @@ def test_carried_state(folder, caplog):
 
 def test_dynamic_evaluation(folder, caplog):
     """Without a step nothing changes; with one the result names it."""
-    plain, still = (
-        evaluate(folder, "--context-window", 0),
-        evaluate(folder, "--context-window", 0, "--dynamic", "sgd", "--dynamic-lr", 0),
-    )
+    plain = evaluate(folder, "--context-window", 0)
+    still = evaluate(folder, "--context-window", 0, "--dynamic", "sgd", "--dynamic-lr", 0)
     assert still["loss"] == pytest.approx(plain["loss"], abs=1e-5)
     rule = ["--dynamic", "rms", "--dynamic-lr", 0.001, "--dynamic-statistics", 2]
     with caplog.at_level("INFO"):
@@ -230,6 +207,7 @@ def test_a_checkpoint_of_an_earlier_fairseq(folder):
     assert evaluate(folder, *longer, path="earlier.pt")["loss"] == evaluate(folder, *longer)["loss"]
 
 
+@pytest.mark.slow
 def test_from_the_command_line(folder, tmp_path):
     flags = ["--path", folder / "delta.pt", "--cpu", "--user-dir", PLUGIN, "--log-interval", 1]
     said = run("fwp-eval-lm", folder / "data", *flags, cwd=tmp_path)
@@ -309,10 +287,8 @@ def damaged(folder):
     (folder / "bytes" / "dict.txt").write_bytes(b"\xff\xfe 1\n")
     for name, tokens in (("empty", []), ("padded", [5, 1, 6, 2])):
         (folder / name).mkdir()
-        (folder / name / "dict.txt").write_text((folder / "data" / "dict.txt").read_text())
-        builder = MMapIndexedDatasetBuilder(str(folder / name / "test.bin"))
-        builder.add_item(torch.tensor(tokens, dtype=torch.int64))
-        builder.finalize(str(folder / name / "test.idx"))
+        shutil.copy(folder / "data" / "dict.txt", folder / name)
+        write_split(folder / name / "test", [tokens])
 
     def edited(name, edit):
         state = torch.load(folder / "delta.pt")
@@ -351,18 +327,3 @@ def test_inputs_are_never_written(folder, flag, name):
     arguments = [folder / "data", "--path", folder / "delta.pt", "--cpu", flag, folder / name]
     refused(eval_lm.main, *arguments, says=rf"{flag} must be another file than those that are read, got .*{name}")
     assert (folder / name).read_bytes() == before
-
-
-def test_characters_are_checked_before_the_evaluation(folder, monkeypatch):
-    def refuse(*arguments):
-        raise ValueError("--characters must be 7")
-
-    monkeypatch.setattr(eval_lm, "count_characters", refuse)
-    monkeypatch.setattr(eval_lm, "evaluate", lambda *arguments: pytest.fail("the text was evaluated"))
-    with pytest.raises(SystemExit, match="--characters must be 7"):
-        eval_lm.main([*map(str, [folder / "data", "--path", folder / "delta.pt", "--cpu"])])
-
-
-def test_what_is_refused_for_its_first_token_is_evaluated_by_fairseq(damaged):
-    """As the error says."""
-    assert 0 < fairseqs_bits(damaged, "bos.pt", 0) < 10

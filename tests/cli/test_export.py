@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli.test_eval_lm import prepare_random_text, train_model
 from fairseq import checkpoint_utils
 from fairseq.sequence_generator import SequenceGenerator
 from models.test_fwp_transformer import KINDS as TRANSLATIONS
@@ -29,6 +28,7 @@ from small_models import (
     make_dictionary,
     random_tokens,
 )
+from small_text import prepare_random_text, train_model
 
 from fairseq_fwp.cli import eval_lm, export
 from fairseq_fwp.convert import files

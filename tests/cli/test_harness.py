@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cli.test_eval_lm import evaluate, prepare_random_text, train_model
+from cli.test_eval_lm import evaluate
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 from pairwise import looped
 from refusals import refused
+from small_text import SIZE, prepare_random_text, train_model
 
 from fairseq_fwp.cli import harness
 from fairseq_fwp.cli.harness import Harness, Numbers, Words
@@ -28,9 +29,8 @@ def folder(tmp_path_factory):
     for kind in KINDS:
         train_model(
             folder / "data", "--arch", kind, "--cpu", "--tokens-per-sample", 16, "--batch-size", 4, "--optimizer",
-            "adam", "--lr", 0.003, "--max-update", 8, "--disable-validation", "--no-epoch-checkpoints", "--save-dir",
-            folder / kind, "--log-format", "none", "--num-workers", 0, "--task", "fwp_language_modeling",
-            "--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24,
+            "adam", "--lr", 0.003, "--max-update", 3, "--disable-validation", "--no-epoch-checkpoints", "--save-dir",
+            folder / kind, "--log-format", "none", "--num-workers", 0, "--task", "fwp_language_modeling", *SIZE[:6],
         )  # fmt: skip
     return folder
 
@@ -151,6 +151,7 @@ output_type: {kind}
 """
 
 
+@pytest.mark.slow
 def test_the_harness_runs_its_tasks(folder, tmp_path, monkeypatch, capsys):
     """One of each kind, on a file of its own."""
     rows = [{"context": "w1 w2", "answer": "w3", "choices": ["w3", "w4"]} for _ in range(3)]
@@ -174,26 +175,26 @@ def test_the_harness_runs_its_tasks(folder, tmp_path, monkeypatch, capsys):
 
 def test_refusals(folder, monkeypatch):
     path, data = str(folder / KINDS[0] / "checkpoint_last.pt"), str(folder / "data")
-
-    def main(given, says):
-        made = {"batch_size": 1, "device": "cpu"}  # as the harness's command calls it
-        monkeypatch.setattr(harness, "cli_evaluate", lambda: Harness.create_from_arg_obj(given, made))
-        refused(lambda arguments: harness.main(), says=says)
-
     (folder / "tokenizer.json").write_text("{}")
-    main({"dictionary": data}, "--model_args must be the arguments of Harness, path at")
-    main({"path": path, "device": "cpu"}, "but for batch_size and device, which are flags")
-    main({"path": path, "other": 1}, "unexpected keyword argument 'other'")
-    main({"path": path}, "dict.txt")
-    main({"path": path, "dictionary": data, "tokenizer": data}, "tokenizer.json, which does not exist")
-    main({"path": path, "dictionary": data, "tokenizer": str(folder)}, "must be a tokenizer.json, got")
-    main({"path": path, "tokenizer": data, "bpe_codes": "x"}, "must be left out with bpe_codes")
-    for name, value in (("batch_size", "auto"), ("max_length", -1.0), ("max_length", 0)):
-        with pytest.raises(ValueError, match=f"{name} must be a whole number above 0, got {value}"):
-            load(folder, **{name: value})
-    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'gpu'"):
-        harness.find_device("gpu")
-    with pytest.raises(ValueError, match="a text must not have the word <pad>"):
-        load(folder).tok_encode("w1 <pad>")
-    with pytest.raises(ValueError, match="at most max_length = 16 tokens, got 20"):
-        load(folder).loglikelihood(asked(("w1", " w2" * 20)))
+    made = {"batch_size": 1, "device": "cpu"}  # as the harness's command calls it
+    for given, says in (
+        ({"dictionary": data}, "--model_args must be the arguments of Harness, path at"),
+        ({"path": path, "device": "cpu"}, "but for batch_size and device, which are flags"),
+        ({"path": path, "other": 1}, "unexpected keyword argument 'other'"),
+        ({"path": path}, "dict.txt"),
+        ({"path": path, "dictionary": data, "tokenizer": data}, "tokenizer.json, which does not exist"),
+        ({"path": path, "dictionary": data, "tokenizer": str(folder)}, "must be a tokenizer.json, got"),
+        ({"path": path, "tokenizer": data, "bpe_codes": "x"}, "must be left out with bpe_codes"),
+    ):
+        monkeypatch.setattr(harness, "cli_evaluate", lambda given=given: Harness.create_from_arg_obj(given, made))
+        refused(lambda arguments: harness.main(), says=says)
+    for says, call in {
+        "batch_size must be a whole number above 0, got auto": lambda: load(folder, batch_size="auto"),
+        "max_length must be a whole number above 0, got -1.0": lambda: load(folder, max_length=-1.0),
+        "max_length must be a whole number above 0, got 0": lambda: load(folder, max_length=0),
+        "device must be cpu or cuda, got 'gpu'": lambda: harness.find_device("gpu"),
+        "a text must not have the word <pad>": lambda: load(folder).tok_encode("w1 <pad>"),
+        "at most max_length = 16 tokens, got 20": lambda: load(folder).loglikelihood(asked(("w1", " w2" * 20))),
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            call()

@@ -1,4 +1,4 @@
-"""fwp-plot on logs of the form that fairseq writes, and of DPFP."""
+"""fwp-plot on logs of the form that fairseq writes, and of DPFP; the style that all pictures share."""
 
 import csv
 import json
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from mpl_toolkits.mplot3d import Axes3D
 from pairwise import looped
+from refusals import refused
 
-from fairseq_fwp.cli import plot
+from fairseq_fwp.cli import plot, plot_style
 
 
 def lines(*updates, seconds=36, best=50.0):
@@ -30,7 +31,7 @@ def logs(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("flags", [[], ["--x", "hours", "--train"]])
+@looped("flags", [[], ["--x", "hours", "--train"]])
 def test_picture_and_tables(logs, flags, capsys):
     out = logs / "a curve.png"
     plot.main([f"Delta rule={logs}/delta/train.log", f"{logs}/sum/train.log", "--out", str(out), *flags])
@@ -44,53 +45,54 @@ def test_picture_and_tables(logs, flags, capsys):
     assert not list(logs.glob("*.tmp*"))
 
 
-def test_what_a_resumed_run_did_again_counts_once(logs):
-    log = logs / "delta" / "train.log"
-    log.write_text("".join([*lines(100, 200, 300, best=1.0), *lines(150, 250, best=2.0)]))
-    assert list(plot.read_log("delta", log).valid) == [100, 150, 250]
+DAMAGED = '{"valid_ppl": "7", "valid_num_updates": "nan"}\n| valid on \'valid\' subset | ppl 1.2.3 | num_updates 5\n'
+# Lines of a log, updates with a validation, the best of them. A resumed run did some again; another diverged.
+LOGS = [
+    ([*lines(100, 200, 300, best=1.0), *lines(150, 250, best=2.0)], [100, 150, 250], 250),
+    ([*lines(100, best=1.0), *lines(200, best=900.0)], [100, 200], 100),
+    ([*lines(100, best=1.0), *lines(200, best=float("nan")), DAMAGED], [100, 200], 100),
+]
 
 
-def test_the_best_is_the_lowest_not_the_last(logs):
-    log = logs / "delta" / "train.log"
-    log.write_text("".join([*lines(100, best=1.0), *lines(200, best=900.0)]))
-    assert plot.read_log("delta", log).best == 100
-
-
-def test_a_run_that_diverged_is_drawn_up_to_there(logs):
-    log = logs / "delta" / "train.log"
-    damaged = (
-        '{"valid_ppl": "7", "valid_num_updates": "nan"}\n| valid on \'valid\' subset | ppl 1.2.3 | num_updates 5\n'
-    )
-    log.write_text("".join([*lines(100, best=1.0), *lines(200, best=float("nan")), damaged]))
-    plot.main([f"{logs}/delta", "--out", str(logs / "curves.png")])
-    assert (logs / "curves.md").read_text().splitlines()[-1] == "| delta | 11.00 | 100 | 200 | 2.00 |"
+@looped("written, updates, best", LOGS)
+def test_validations_count_once_and_the_lowest_is_the_best(tmp_path, written, updates, best):
+    log = tmp_path / "train.log"
+    log.write_text("".join(written))
+    run = plot.read_log("delta", log)
+    assert list(run.valid) == updates and run.best == best
+    plot.main([str(log), "--out", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.md").read_text().splitlines()[-1].split(" | ")[2] == str(best)
 
 
 NAN = '{"valid_ppl": "nan", "valid_num_updates": "9"}\n'
+USAGE = "logs of training"
+# Arguments after the folder's name for HERE, words of the sentence.
+REFUSALS = [
+    *(([f"HERE/bad{number}.log"], rf"the log .*bad{number}\.log") for number in range(5)),
+    (["HERE/sum/train.log", "--out", "HERE/notes.png"], r"--out must have another name, because .*notes\.md exists"),
+    (["HERE/sum/train.log", "--out", "HERE/no/a.png"], r"\.png, \.svg, \.pdf file in a folder that exists"),
+    (["HERE/sum/train.log", "--out", "HERE/a.jpg"], r"must be a \.png, \.svg, \.pdf file in a folder that exists"),
+    (["HERE/none"], r"must hold a train\.log or one other \.log file, got 0: name the log"),
+    (["HERE/sum", "HERE/sum/train.log"], "a label of its own, got sum, sum: give LABEL=LOG"),
+    ([], USAGE),
+    (["--dpfp", "train.log"], USAGE),
+    (["--dpfp", "--train"], USAGE),
+]
 
 
-@looped("text", [None, "", "Traceback\n", '{"num_updates": "5", "ppl": "3"}\n', NAN])
-def test_logs_without_validation_are_refused(logs, text, capsys):
-    log = logs / "bad.log"
-    if text is not None:
-        log.write_text(text)
-    with pytest.raises(SystemExit, match=r"fwp-plot: the log .*bad\.log"):
-        plot.main([str(log), "--out", str(logs / "curves.png")])
-    assert not list(logs.glob("curves*"))
-
-
-def test_a_file_that_is_not_of_a_picture_is_kept(logs):
+def test_refusals(logs, monkeypatch):
+    """A file that is not of a picture is kept."""
     (logs / "notes.md").write_text("mine")
-    with pytest.raises(SystemExit, match=r"--out must have another name, because .*notes\.md exists"):
-        plot.main([f"{logs}/sum/train.log", "--out", str(logs / "notes.png")])
-    assert (logs / "notes.md").read_text() == "mine" and not (logs / "notes.png").exists()
-    for _ in range(2):  # its own files are replaced
-        plot.main([f"{logs}/sum/train.log", "--out", str(logs / "curves.png")])
-
-
-def test_a_bad_out_is_refused(logs):
-    with pytest.raises(SystemExit, match=r"\.png, \.svg, \.pdf file in a folder that exists"):
-        plot.main([f"{logs}/sum/train.log", "--out", str(logs / "none" / "curves.png")])
+    (logs / "none").mkdir()
+    for number, text in enumerate(["", "Traceback\n", '{"num_updates": "5", "ppl": "3"}\n', NAN], 1):
+        (logs / f"bad{number}.log").write_text(text)
+    monkeypatch.chdir(logs)
+    before = {path: path.read_bytes() for path in logs.rglob("*.*")}
+    for arguments, says in REFUSALS:
+        refused(plot.main, *(word.replace("HERE", str(logs)) for word in arguments), says=says)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused(plot.main, logs / "sum", says=r"fairseq_fwp\[plots\]")
+    assert {path: path.read_bytes() for path in logs.rglob("*.*")} == before
 
 
 # As printed by fairseq-train: an epoch of 9 updates, a line of training at 10, and another epoch.
@@ -146,6 +148,7 @@ def test_settings_are_read_as_the_package_prints_them(tmp_path):
 
 @looped("form", PRINTED)
 def test_every_log_format_of_fairseq_is_read_from_its_folder(tmp_path, form):
+    """With `--log-file` lines lack the time, the level and the name of the logger."""
     (tmp_path / "hydra_train.log").write_text(CONFIG + PRINTED[form])
     plot.main([str(tmp_path), "--out", str(tmp_path / "curves.svg"), "--train"])
     rows = list(csv.DictReader((tmp_path / "curves.csv").open()))
@@ -155,21 +158,17 @@ def test_every_log_format_of_fairseq_is_read_from_its_folder(tmp_path, form):
     assert train == ({} if form == "none" else {10: 771.25})
     assert (tmp_path / "curves.svg").read_bytes().startswith(b"<?xml")
     assert plot.read_log("", tmp_path / "hydra_train.log", "loss").valid == {9: 9.198, 18: 9.201}
+    if form in ("json", "simple"):
+        messages = (line.split(" | ", 3)[-1] for line in (CONFIG + PRINTED[form]).splitlines(True))
+        (tmp_path / "hydra_train.log").write_text("".join(messages))
+        run = plot.read_log("", tmp_path / "hydra_train.log")
+        assert list(run.valid) == [9, 18] and run.train == {10: 771.25}
 
 
 def test_training_without_lines_of_updates_is_that_of_epochs(tmp_path):
     log = tmp_path / "train.log"
     log.write_text("".join(line for line in PRINTED["simple"].splitlines(True) if "train_inner" not in line))
     assert plot.read_log("", log).train == {9: 803.33}
-
-
-@looped("form", ["json", "simple"])
-def test_a_log_file_has_the_messages_alone(tmp_path, form):
-    """With `--log-file` lines lack the time, the level and the name of the logger."""
-    log = tmp_path / "train.log"
-    log.write_text("".join(line.split(" | ", 3)[-1] for line in (CONFIG + PRINTED[form]).splitlines(True)))
-    run = plot.read_log("", log)
-    assert list(run.valid) == [9, 18] and run.train == {10: 771.25}
 
 
 def test_the_best_bleu_is_the_highest(tmp_path):
@@ -180,20 +179,6 @@ def test_the_best_bleu_is_the_highest(tmp_path):
     assert (tmp_path / "bleu.md").read_text().splitlines()[-1] == f"| {tmp_path.name} | 31.25 | 200 | 300 | 0.00 |"
     with pytest.raises(SystemExit, match="must hold a validation ppl"):
         plot.main([str(log), "--out", str(tmp_path / "ppl.png")])
-
-
-def test_folders_and_labels_that_do_not_name_one_run_are_refused(logs):
-    with pytest.raises(SystemExit, match=r"must hold a train\.log or one other \.log file, got 0: name the log"):
-        plot.main([str(logs), "--out", str(logs / "curves.png")])
-    with pytest.raises(SystemExit, match="a label of its own, got sum, sum: give LABEL=LOG"):
-        plot.main([f"{logs}/sum", f"{logs}/sum/train.log", "--out", str(logs / "curves.png")])
-
-
-def test_without_matplotlib_the_extra_is_named(logs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match=r"fairseq_fwp\[plots\]"):
-        plot.main([f"{logs}/sum/train.log", "--out", str(logs / "curves.png")])
-    assert not list(logs.glob("curves*"))
 
 
 def test_each_surface_is_one_feature_in_one_quadrant(tmp_path, monkeypatch, capsys):
@@ -219,9 +204,22 @@ def test_each_surface_is_one_feature_in_one_quadrant(tmp_path, monkeypatch, caps
         assert np.array_equal(shown, inside > 0) and np.allclose(z[shown], inside[shown])
 
 
-@looped("arguments", [[], ["--dpfp", "train.log"], ["--dpfp", "--train"]])
-def test_logs_or_dpfp(arguments, capsys):
-    with pytest.raises(SystemExit):
-        plot.main(arguments)
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("fwp-plot: error: ") and "logs of training" in said
+def test_a_rule_has_its_colour_and_no_two_names_share_one():
+    names = ["a run", "delta, DPFP", "Sum rule", "delta_lm_wt103", "softmax"]
+    found = plot_style.colours(names)
+    assert list(found) == names and len(set(found.values())) == 5
+    assert [found[names[n]] for n in (1, 2, 4)] == [plot_style.COLOURS[rule] for rule in ("delta", "sum", "softmax")]
+
+
+def test_a_picture_is_of_the_format_that_its_name_says(tmp_path):
+    pyplot = plot_style.load_pyplot()
+    for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
+        figure, axes = pyplot.subplots()
+        axes.plot([1, 2], [1, 30])
+        plot_style.use_log_scale(axes.yaxis)
+        path = tmp_path / f"a curve{ending}"
+        plot_style.save(figure, path)
+        assert path.read_bytes().startswith(magic)
+    assert len(list(tmp_path.iterdir())) == 3  # nothing unfinished
+    shown = [text.get_text() for text in axes.get_yticklabels() if 1 <= text.get_position()[1] <= 30]
+    assert shown == ["1", "2", "5", "10", "20"]

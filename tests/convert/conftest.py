@@ -1,6 +1,7 @@
 """Vectors of the public code, see vectors/README.md, and the results of `fwp-convert` for them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.models import MODEL_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
+from refusals import refused
+from safetensors.torch import save_file
 
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import SOURCES, files
@@ -71,39 +74,65 @@ def build(vector: Vector, words=WORDS, **options):
     return files.build(conversion, cfg, task).double().eval(), task.target_dictionary, conversion
 
 
-class Converter:
-    """A function convert(vector, **options) -> the folder written by the command; options override the vector's.
+class Command:
+    """`fwp-convert` from a file or folder into the folder `out`: what it writes, and what it refuses."""
+
+    def __init__(self, source: str, path: Path, out: Path) -> None:
+        self.source, self.path, self.out = source, path, out
+
+    def arguments(self, *more: object) -> list[str]:
+        return [*map(str, ["--source", self.source, self.path, "--out", self.out, *more])]
+
+    def write(self, *more: object, **options: object) -> Path:
+        """Return the new folder; an earlier one is removed."""
+        silence_known_warnings()  # as importing the package does, before pytest sets its filters
+        shutil.rmtree(self.out, ignore_errors=True)
+        main(self.arguments(*more, **options))
+        return self.out
+
+    def convert(self, *more: object, **options: object):
+        """Return the model in float64, in evaluation, and its dictionary."""
+        return load(self.write(*more, **options))
+
+    def refuses(self, says: str, *more: object, **options: object) -> None:
+        refused(main, *self.arguments(*more, **options), says=says, out=self.out)
+
+
+class Folder(Command):
+    """The same for a folder of transformers."""
+
+    def __init__(self, source: str, path: Path) -> None:
+        super().__init__(source, path / source, path / "out")
+        self.path.mkdir()
+
+    def save(self, config: dict, tensors: dict[str, torch.Tensor]) -> None:
+        (self.path / "config.json").write_text(json.dumps(config))
+        save_file(tensors, self.path / "model.safetensors")
+
+
+class Converter(Command):
+    """The same for a vector: options override its own.
 
     save: the content of the file instead of the state dict; bytes are written unchanged; None: no file.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.state_dict, self.words, self.out = folder / "state_dict.pt", folder / "words.txt", folder / "out"
+    def __init__(self, folder: Path, name: str = "state_dict.pt") -> None:
+        super().__init__("", folder / name, folder / "out")
 
     def arguments(self, vector: Vector, words=WORDS, cutoffs="12,20", save=..., **options) -> list[str]:
         """Write the files and return the arguments of the command."""
         if isinstance(save, bytes):
-            self.state_dict.write_bytes(save)
+            self.path.write_bytes(save)
         elif save is None:
-            self.state_dict.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         else:
-            torch.save(vector.tensors if save is ... else save, self.state_dict)
-        self.words.write_text("\n".join(words) + "\n")
-        given = {"cutoffs": cutoffs, **vector.options, **options}
-        flags = [
-            part
-            for name, value in given.items()
-            if value is not None and value is not False
-            for part in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
-        ]
-        files = [str(self.state_dict), "--vocabulary", str(self.words), "--out", str(self.out)]
-        return ["--source", vector.source, *files, *flags]
-
-    def __call__(self, *vector, **options) -> Path:
-        silence_known_warnings()  # as importing the package does, before pytest sets its filters
-        main(self.arguments(*vector, **options))
-        return self.out
+            torch.save(vector.tensors if save is ... else save, self.path)
+        (self.path.parent / "words.txt").write_text("\n".join(words) + "\n")
+        flags = ["--vocabulary", self.path.parent / "words.txt"]
+        for name, value in {"cutoffs": cutoffs, **vector.options, **options}.items():
+            flags += [] if value is None or value is False else [f"--{name}", *[value] * (value is not True)]
+        self.source = vector.source
+        return super().arguments(*flags)
 
 
 @pytest.fixture
@@ -111,12 +140,22 @@ def convert(tmp_path):
     return Converter(tmp_path)
 
 
+def without(name):
+    """Return a change of tensors: those whose names have `name` are left out."""
+    return lambda tensors: {key: x for key, x in tensors.items() if name not in key}
+
+
+def ones(name, *shape, dtype=torch.float32):
+    """Return a change of tensors: one more, or another one."""
+    return lambda tensors: {**tensors, name: torch.ones(shape, dtype=dtype)}
+
+
 def load(folder: Path):
     """Return the model in float64, in evaluation, and its dictionary."""
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(folder / "checkpoint.pt")], arg_overrides={"data": str(folder)}
     )
-    return model.double().eval(), task.dictionary
+    return model.double().eval(), task.target_dictionary
 
 
 @torch.no_grad()

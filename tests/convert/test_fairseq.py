@@ -6,19 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 from pairwise import looped
-from refusals import refused
+from small_models import SMALL, make_dictionary
 
-from fairseq_fwp.cli.convert import main
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
-from fairseq_fwp.patches.messages import silence_known_warnings
-from tests.convert.conftest import load
+from tests.convert.conftest import Command, ones, without
 
-SMALL = {"decoder_layers": 2, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4}
 ADAPTIVE = {"adaptive_input_cutoff": "10,30", "adaptive_softmax_cutoff": "10,30"}
 PLAIN = {"decoder_input_dim": 16, "decoder_output_dim": 16}
 LENGTH = 20
@@ -35,13 +31,6 @@ SOURCES = {
 }
 
 
-def make_dictionary():
-    dictionary = Dictionary()
-    for index in range(46):
-        dictionary.add_symbol(f"w{index}", n=46 - index)
-    return dictionary
-
-
 def build_theirs(arch, flags):
     """Return fairseq's model with large random weights, in evaluation, and its settings."""
     task = {"tokens_per_sample": LENGTH, "max_target_positions": LENGTH, "add_bos_token": False}
@@ -49,7 +38,7 @@ def build_theirs(arch, flags):
     ARCH_CONFIG_REGISTRY[arch](args)
     args.base_shuffle = 1  # fairseq's architectures have False, which its configuration refuses
     cfg = OmegaConf.merge(OmegaConf.structured(TransformerLanguageModelConfig), vars(args))
-    dictionary = make_dictionary()
+    dictionary = make_dictionary(50)
     model = TransformerLanguageModel.build_model(
         cfg, Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     )
@@ -58,23 +47,15 @@ def build_theirs(arch, flags):
     return model.eval(), {**OmegaConf.to_container(cfg, enum_to_str=True), "_name": arch}
 
 
-class Checkpoint:
+class Checkpoint(Command):
     """A file as fairseq saves it, with its dict.txt, and its conversion by the command."""
 
     def __init__(self, folder: Path) -> None:
-        self.file, self.out = folder / "model.pt", folder / "out"
-        make_dictionary().save(str(folder / "dict.txt"))
+        super().__init__("fairseq-lm", folder / "model.pt", folder / "out")
+        make_dictionary(50).save(str(folder / "dict.txt"))
 
     def save(self, tensors, settings, **other):
-        torch.save({"args": None, "cfg": {"model": settings, "task": {}}, "model": tensors, **other}, self.file)
-
-    def arguments(self, *more):
-        return [*map(str, ["--source", "fairseq-lm", self.file, "--out", self.out, *more])]
-
-    def convert(self):
-        silence_known_warnings()
-        main(self.arguments())
-        return load(self.out)
+        torch.save({"args": None, "cfg": {"model": settings, "task": {}}, "model": tensors, **other}, self.path)
 
 
 @pytest.fixture
@@ -94,12 +75,12 @@ def assert_same(ours, theirs):
     torch.testing.assert_close(log_probs(ours.float(), tokens), expected, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@looped("name", SOURCES)
 def test_logits(checkpoint, name):
     theirs, settings = build_theirs(*SOURCES[name])
     checkpoint.save(theirs.state_dict(), settings)
     ours, dictionary = checkpoint.convert()
-    assert dictionary == make_dictionary()
+    assert dictionary == make_dictionary(50)
     assert_same(ours, theirs)
     count = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
     # fairseq's table of positions has unused rows.
@@ -141,21 +122,14 @@ def test_checkpoints_of_earlier_versions(checkpoint):
     assert_same(checkpoint.convert()[0], theirs)
 
 
-def changed(name, *shape):
-    """Change a tensor, or leave it out."""
-    return lambda tensors: (
-        {key: x for key, x in tensors.items() if key != name} | ({name: torch.ones(shape)} if shape else {})
-    )
-
-
 TAIL = "decoder.adaptive_softmax.tail.0.0.weight"
 # change of the tensors, of the settings, words of the sentence
 # fmt: off
 REFUSALS = [
-    (changed("decoder.layers.1.fc2.bias"), {}, r"decoder\.layers\.1\.fc2\.bias is missing"),
-    (changed("decoder.layers.0.attn_ln.weight", 16), {}, r"has also decoder\.layers\.0\.attn_ln\.weight;"),
-    (changed(TAIL, 16, 4), {}, "an adaptive softmax of its own cannot be converted: .* has two that differ"),
-    (changed("decoder.layers.0.fc1.bias", 25), {}, r"decoder\.layers\.0\.fc1\.bias must be \(24,\), got \(25,\)"),
+    (without("decoder.layers.1.fc2.bias"), {}, r"decoder\.layers\.1\.fc2\.bias is missing"),
+    (ones("decoder.layers.0.attn_ln.weight", 16), {}, r"has also decoder\.layers\.0\.attn_ln\.weight;"),
+    (ones(TAIL, 16, 4), {}, "an adaptive softmax of its own cannot be converted: .* has two that differ"),
+    (ones("decoder.layers.0.fc1.bias", 25), {}, r"decoder\.layers\.0\.fc1\.bias must be \(24,\), got \(25,\)"),
     (dict, {"layernorm_embedding": True}, "--layernorm-embedding cannot be converted: it normalises its embeddings"),
     (dict, {"scale_heads": True}, "--scale-heads cannot be converted: its heads have scales"),
     (dict, {"decoder_input_dim": 8}, "--decoder-input-dim must be 16, as --decoder-embed-dim, got 8"),
@@ -172,7 +146,7 @@ REFUSALS = [
 def test_refusals(checkpoint, change, settings, says):
     theirs, known = build_theirs("transformer_lm_wiki103", ADAPTIVE)
     checkpoint.save(change(theirs.state_dict()), {**known, **settings})
-    refused(main, *checkpoint.arguments(), says=says, out=checkpoint.out)
+    checkpoint.refuses(says)
 
 
 def test_the_dictionary_of_another_model(checkpoint, tmp_path):
@@ -181,19 +155,19 @@ def test_the_dictionary_of_another_model(checkpoint, tmp_path):
     other, own = tmp_path / "other.txt", tmp_path / "dict.txt"
     other.write_text("a 1\nb 1\n")
     says = "the dictionary must have the 50 words of the checkpoint, got 6 .*: give the dict.txt of its training"
-    refused(main, *checkpoint.arguments("--vocabulary", other), says=says, out=checkpoint.out)
+    checkpoint.refuses(says, "--vocabulary", other)
     other.write_text("\n".join(reversed(own.read_text().splitlines())) + "\n")
-    words = make_dictionary()
+    words = make_dictionary(50)
     known = {KEY: fingerprints(Namespace(source_dictionary=words, target_dictionary=words))}
     checkpoint.save(theirs.state_dict(), settings, task_state=known)
     says = "the vocabulary must be the target dictionary of the model's training .*, got another .*: give the dict.txt"
-    refused(main, *checkpoint.arguments("--vocabulary", other), says=says, out=checkpoint.out)
+    checkpoint.refuses(says, "--vocabulary", other)
     own.write_bytes(b"\xff\xfe 1\n")
     says = r"the dictionary .*dict\.txt cannot be read: Incorrect encoding"
-    refused(main, *checkpoint.arguments(), says=says, out=checkpoint.out)
+    checkpoint.refuses(says)
     own.unlink()
     says = r"dict\.txt does not exist: give the dict\.txt of the training with --vocabulary"
-    refused(main, *checkpoint.arguments(), says=says, out=checkpoint.out)
+    checkpoint.refuses(says)
 
 
 def test_files_that_are_no_checkpoints(checkpoint):
@@ -204,5 +178,5 @@ def test_files_that_are_no_checkpoints(checkpoint):
         ({"model": {"a": 1}}, "got a model with objects that are not tensors"),
         ({"model": {}, "args": re.compile("x")}, "holds pickled objects, .*: export what is needed with: python"),
     ):
-        torch.save(saved, checkpoint.file)
-        refused(main, *checkpoint.arguments(), says=says, out=checkpoint.out)
+        torch.save(saved, checkpoint.path)
+        checkpoint.refuses(says)

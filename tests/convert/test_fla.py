@@ -1,24 +1,22 @@
 """flash-linear-attention's models: the logits of the papers' equations, both directions, and refusals by name."""
 
-import json
 import math
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attentions import memories, read
 from pairwise import looped
-from refusals import refused
-from safetensors.torch import save_file
-from small_models import by_steps
+from small_models import by_steps, log_probs
 
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import fla
 from fairseq_fwp.convert.files import Options
-from fairseq_fwp.patches.messages import silence_known_warnings
-from tests.convert.conftest import load
+from tests.convert.conftest import Folder, ones, without
 
 WORDS, DIM, LAYERS, LENGTH = 30, 16, 2, 11
+PARTS = ("weight", "bias")
 SHARED = {
     "hidden_size": DIM, "num_hidden_layers": LAYERS, "vocab_size": WORDS, "eos_token_id": 2, "bos_token_id": 1,
     "max_position_embeddings": 64, "norm_eps": 1e-3, "hidden_act": "swish", "intermediate_size": 24, "attn": None,
@@ -75,158 +73,139 @@ CASES = {
 every_model = pytest.mark.parametrize("case", CASES)
 
 
+def in_softmax(config, index):
+    return bool(config["attn"]) and index in config["attn"]["layers"]
+
+
+# fmt: off
 def make(case):
     """Return config.json and random tensors of a model."""
     own, (heads, value_heads, key, value) = CASES[case]
     config = {**SHARED, **own}
     kind, keys, values = config["model_type"], heads * key, value_heads * value
     if kind == "rwkv7":
-        return config, make_rwkv7(config, heads, key)
-    gated = kind != "kda" and config.get("use_gate", kind == "gated_deltanet")
-    ffn, conv = config["intermediate_size"] or 256, config.get("conv_size", 4)
-    layer = {
-        "attn_norm.weight": (DIM,), "mlp_norm.weight": (DIM,), "attn.o_norm.weight": (value,),
-        "attn.q_proj.weight": (keys, DIM), "attn.k_proj.weight": (keys, DIM), "attn.v_proj.weight": (values, DIM),
-        "attn.q_conv1d.weight": (keys, 1, conv), "attn.k_conv1d.weight": (keys, 1, conv),
-        "attn.v_conv1d.weight": (values, 1, conv), "attn.b_proj.weight": (value_heads, DIM),
-        "attn.o_proj.weight": (DIM, values), "mlp.gate_proj.weight": (ffn, DIM), "mlp.up_proj.weight": (ffn, DIM),
-        "mlp.down_proj.weight": (DIM, ffn),
-        **({"attn.g_proj.weight": (values, DIM)} if gated else {}),
-        **({"attn.a_proj.weight": (value_heads, DIM)} if kind == "gated_deltanet" else {}),
-    }  # fmt: skip
-    if kind == "kda":
-        layer |= {
-            "attn.f_proj.0.weight": (value, DIM), "attn.f_proj.1.weight": (value_heads * key, value),
-            "attn.g_proj.0.weight": (value, DIM), "attn.g_proj.1.weight": (values, value),
-            "attn.g_proj.1.bias": (values,),
-        }  # fmt: skip
-    if kind != "delta_net":
-        layer |= {"attn.A_log": (value_heads,), "attn.dt_bias": (value_heads * (key if kind == "kda" else 1),)}
-    shapes = {"model.embeddings.weight": (WORDS, DIM), "model.norm.weight": (DIM,)}
+        layer, first = shapes_of_rwkv7(config, heads, key)
+    else:
+        gated = kind != "kda" and config.get("use_gate", kind == "gated_deltanet")
+        ffn, conv = config["intermediate_size"] or 256, config.get("conv_size", 4)
+        first, layer = {}, {
+            "attn_norm.weight": (DIM,), "mlp_norm.weight": (DIM,), "attn.o_norm.weight": (value,),
+            "attn.q_proj.weight": (keys, DIM), "attn.k_proj.weight": (keys, DIM), "attn.v_proj.weight": (values, DIM),
+            "attn.q_conv1d.weight": (keys, 1, conv), "attn.k_conv1d.weight": (keys, 1, conv),
+            "attn.v_conv1d.weight": (values, 1, conv), "attn.b_proj.weight": (value_heads, DIM),
+            "attn.o_proj.weight": (DIM, values), "mlp.gate_proj.weight": (ffn, DIM), "mlp.up_proj.weight": (ffn, DIM),
+            "mlp.down_proj.weight": (DIM, ffn),
+            **({"attn.g_proj.weight": (values, DIM)} if gated else {}),
+            **({"attn.a_proj.weight": (value_heads, DIM)} if kind == "gated_deltanet" else {}),
+        }
+        if kind == "kda":
+            layer |= {
+                "attn.f_proj.0.weight": (value, DIM), "attn.f_proj.1.weight": (value_heads * key, value),
+                "attn.g_proj.0.weight": (value, DIM), "attn.g_proj.1.weight": (values, value),
+                "attn.g_proj.1.bias": (values,),
+            }
+        if kind != "delta_net":
+            layer |= {"attn.A_log": (value_heads,), "attn.dt_bias": (value_heads * (key if kind == "kda" else 1),)}
+    shapes = {"model.embeddings.weight": (WORDS, DIM), "model.norm.weight": (DIM,), **first}
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (WORDS, DIM)
     for index in range(LAYERS):
-        own = {
-            name: shape
-            for name, shape in layer.items()
-            if not in_softmax(config, index) or not name.startswith("attn.")
-        }
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in own.items()}
+        of_layer = layer if index or kind != "rwkv7" else without("attn.v_lora")(layer)
         if in_softmax(config, index):
-            few = DIM // config["attn"]["num_heads"] * config["attn"].get("num_kv_heads", config["attn"]["num_heads"])
+            given = config["attn"]
+            few = DIM // given["num_heads"] * given.get("num_kv_heads", given["num_heads"])
+            of_layer = {name: shape for name, shape in layer.items() if not name.startswith("attn.")}
             rows = {"q": DIM, "k": few, "v": few, "o": DIM}
-            for letter, size in rows.items():
-                shapes[f"model.layers.{index}.attn.{letter}_proj.weight"] = (size, DIM)
-                if config["attn"].get("qkv_bias") and letter != "o":
-                    shapes[f"model.layers.{index}.attn.{letter}_proj.bias"] = (size,)
+            of_layer |= {f"attn.{letter}_proj.weight": (size, DIM) for letter, size in rows.items()}
+            of_layer |= {f"attn.{letter}_proj.bias": (rows[letter],) for letter in "qkv" if given.get("qkv_bias")}
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in of_layer.items()}
     return config, {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
 
 
-def in_softmax(config, index):
-    return bool(config["attn"]) and index in config["attn"]["layers"]
-
-
-def make_rwkv7(config, heads, size):
-    ffn = config["intermediate_size"] or 4 * DIM
-    ranks = {
-        letter: config[f"{name}_low_rank_dim"] for letter, name in zip("wavg", ("decay", "a", "v", "gate"), strict=True)
-    }
-    norms = ("attn_norm", "ffn_norm", "attn.g_norm")
-    layer = {f"{norm}.{kind}": (DIM,) for norm in norms for kind in ("weight", "bias")}
+def shapes_of_rwkv7(config, heads, size):
+    """Return those of a layer, and others."""
+    ffn, ranks = config["intermediate_size"] or 4 * DIM, {"w": "decay", "a": "a", "v": "v", "g": "gate"}
+    layer = {f"{norm}.{part}": (DIM,) for norm in ("attn_norm", "ffn_norm", "attn.g_norm") for part in PARTS}
     layer |= {f"attn.x_{letter}": (1, 1, DIM) for letter in "rwkvag"}
     layer |= {f"attn.{letter}_proj.weight": (DIM, DIM) for letter in "rkvo"}
     layer |= {"attn.k_k": (DIM,), "attn.k_a": (DIM,), "attn.r_k": (heads, size), "ffn.x_k": (DIM,)}
     layer |= {"ffn.key.weight": (ffn, DIM), "ffn.value.weight": (DIM, ffn)}
-    for letter, rank in ranks.items():
-        layer |= {f"attn.{letter}_lora.lora.0.weight": (rank, DIM), f"attn.{letter}_lora.lora.2.weight": (DIM, rank)}
-        layer |= {f"attn.{letter}_lora.lora.2.bias": (DIM,)} if letter != "g" else {}
-    shapes = {"model.embeddings.weight": (WORDS, DIM), "model.norm.weight": (DIM,), "model.norm.bias": (DIM,)}
-    shapes |= {f"model.layers.0.pre_norm.{kind}": (DIM,) for kind in ("weight", "bias")}
-    shapes |= {} if config.get("tie_word_embeddings") else {"lm_head.weight": (WORDS, DIM)}
-    for index in range(LAYERS):
-        shapes |= {
-            f"model.layers.{index}.{name}": shape
-            for name, shape in layer.items()
-            if index or not name.startswith("attn.v_lora")
-        }
-    return {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
+    for letter, name in ranks.items():
+        lora, rank = f"attn.{letter}_lora.lora", config[f"{name}_low_rank_dim"]
+        layer |= {f"{lora}.0.weight": (rank, DIM), f"{lora}.2.weight": (DIM, rank)}
+        layer |= {f"{lora}.2.bias": (DIM,)} if letter != "g" else {}
+    return layer, {"model.norm.bias": (DIM,), **{f"model.layers.0.pre_norm.{part}": (DIM,) for part in PARTS}}
+# fmt: on
+
+
+def remember(rule, q, k, v, *gates):
+    """Return what q reads of a memory, all with tokens before heads."""
+    k, v, *gates = (x.transpose(1, 2) for x in (k, v, *gates))
+    return torch.stack([read(q[:, t], memory) for t, (memory, _) in enumerate(memories(rule, k, v, gates))], 1)
 
 
 def equations_of_rwkv7(config, tensors, tokens, heads):
-    """Return the logits of one sequence of tokens (L,), token by token: Peng et al. 2025, Secs. 4.1 and 4.2."""
-    size, epsilon = DIM // heads, config["norm_eps"]
-    last, memories, sigmoid = {}, {}, torch.sigmoid  # inputs of the token before, and memories, by their places
+    """Return the logits of tokens (B, L): Peng et al. 2025, Secs. 4.1 and 4.2."""
+    size, epsilon, sigmoid, first_values = DIM // heads, config["norm_eps"], torch.sigmoid, []
 
     def normal(x, name, epsilon=epsilon):
         x = x - x.mean(-1, keepdim=True)
         x = x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
-        return x.flatten() * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+        return x.flatten(2) * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
 
-    def low_rank(x, name, function):
-        y = tensors[f"{name}.2.weight"] @ function(tensors[f"{name}.0.weight"] @ x)
-        return y + tensors.get(f"{name}.2.bias", 0)
+    def linear(x, name):
+        return x @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0)
+
+    def low_rank(x, name, function=lambda y: y):
+        return linear(function(linear(x, f"{name}_lora.lora.0")), f"{name}_lora.lora.2")
 
     def mixed(x, name, letters):
-        before = last.get(name, torch.zeros_like(x))
-        last[name] = x
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
         return [x + (before - x) * tensors[f"{name}.x_{letter}"].flatten() for letter in letters]
 
-    def attend(x, name, first_values):
+    def attend(x, name):
         x_r, x_w, x_k, x_v, x_a, x_g = mixed(x, name, "rwkvag")
-        r, k, v = (
-            tensors[f"{name}.{letter}_proj.weight"] @ y for letter, y in zip("rkv", (x_r, x_k, x_v), strict=True)
-        )
-        w = (-sigmoid(low_rank(x_w, f"{name}.w_lora.lora", torch.tanh)) / math.e**0.5).exp()
-        a = sigmoid(low_rank(x_a, f"{name}.a_lora.lora", lambda y: y))
+        r, k, v = linear(x_r, f"{name}.r_proj"), linear(x_k, f"{name}.k_proj"), linear(x_v, f"{name}.v_proj")
+        w = (-sigmoid(low_rank(x_w, f"{name}.w", torch.tanh)) / math.e**0.5).exp()
+        a = sigmoid(low_rank(x_a, f"{name}.a"))
         if first_values:
-            share = sigmoid(low_rank(x_v, f"{name}.v_lora.lora", lambda y: y))
+            share = sigmoid(low_rank(x_v, f"{name}.v"))
             v = (1 - share) * v + share * first_values[0]
-        else:
-            first_values.append(v)
+        first_values.append(v)
         removed = k * tensors[f"{name}.k_k"]
         k = k * (1 - tensors[f"{name}.k_a"] + a * tensors[f"{name}.k_a"])
-        outs, bonuses = [], []
-        for h in range(heads):
-            of_head = slice(h * size, (h + 1) * size)
-            y = removed[of_head]
-            y = y / (y.square().sum() + (1e-6 if config.get("fuse_norm", True) else 0)).sqrt()
-            memory = memories.get((name, h), torch.zeros(size, size, dtype=x.dtype))
-            memory = torch.diag(w[of_head]) @ memory - torch.outer(a[of_head] * y, y @ memory)
-            memories[name, h] = memory = memory + torch.outer(k[of_head], v[of_head])
-            outs.append(r[of_head] @ memory)
-            bonuses.append((r[of_head] * k[of_head] * tensors[f"{name}.r_k"][h]).sum() * v[of_head])
-        out = normal(torch.stack(outs), f"{name}.g_norm", size * epsilon) + torch.cat(bonuses)
-        return tensors[f"{name}.o_proj.weight"] @ (out * low_rank(x_g, f"{name}.g_lora.lora", sigmoid))
+        r, w, k, v, a, removed = (y.unflatten(-1, (heads, size)) for y in (r, w, k, v, a, removed))
+        fused = 1e-6 if config.get("fuse_norm", True) else 0
+        removed = removed / (removed.square().sum(-1, keepdim=True) + fused).sqrt()
+        outs = remember("rwkv7", r, k, v, w, removed, a)
+        bonus = (r * k * tensors[f"{name}.r_k"]).sum(-1, keepdim=True) * v
+        out = normal(outs, f"{name}.g_norm", size * epsilon) + bonus.flatten(2)
+        return linear(out * low_rank(x_g, f"{name}.g", sigmoid), f"{name}.o_proj")
 
-    logits = []
-    for token in tokens:
-        x, first_values = normal(tensors["model.embeddings.weight"][token], "model.layers.0.pre_norm"), []
-        for layer in (f"model.layers.{index}" for index in range(LAYERS)):
-            x = x + attend(normal(x, f"{layer}.attn_norm"), f"{layer}.attn", first_values)
-            (y,) = mixed(normal(x, f"{layer}.ffn_norm"), f"{layer}.ffn", "k")
-            y = (tensors[f"{layer}.ffn.key.weight"] @ y).clamp(min=0) ** 2
-            x = x + tensors[f"{layer}.ffn.value.weight"] @ y
-        head = tensors.get("lm_head.weight", tensors["model.embeddings.weight"])
-        logits.append(head @ normal(x, "model.norm"))
-    return torch.stack(logits)
+    x = normal(tensors["model.embeddings.weight"][tokens], "model.layers.0.pre_norm")
+    for layer in (f"model.layers.{index}" for index in range(LAYERS)):
+        x = x + attend(normal(x, f"{layer}.attn_norm"), f"{layer}.attn")
+        (y,) = mixed(normal(x, f"{layer}.ffn_norm"), f"{layer}.ffn", "k")
+        x = x + linear(linear(y, f"{layer}.ffn.key").clamp(min=0) ** 2, f"{layer}.ffn.value")
+    return normal(x, "model.norm") @ tensors.get("lm_head.weight", tensors["model.embeddings.weight"]).T
 
 
 def equations(case, config, tensors, tokens):
     """Return the logits of tokens (B, L), token by token, from the equations of the papers, with the names of fla."""
     heads, value_heads, key, value = CASES[case][1]
     if config["model_type"] == "rwkv7":
-        return torch.stack([equations_of_rwkv7(config, tensors, row, heads) for row in tokens])
+        return equations_of_rwkv7(config, tensors, tokens, heads)
     kind, epsilon = config["model_type"], config["norm_eps"]
 
     def normal(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
 
-    def attend(x, name):
-        def linear(y, projection):
-            return y @ tensors[f"{name}.{projection}.weight"].T
+    def linear(x, name):
+        return x @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0)
 
+    def attend(x, name):
         def mixed(letter, size):
-            y, weight = linear(x, f"{letter}_proj"), tensors[f"{name}.{letter}_conv1d.weight"][:, 0]
+            y, weight = linear(x, f"{name}.{letter}_proj"), tensors[f"{name}.{letter}_conv1d.weight"][:, 0]
             padded = F.pad(y, (0, 0, weight.shape[1] - 1, 0))
             y = sum(padded[:, w : w + y.shape[1]] * weight[:, w] for w in range(weight.shape[1]))
             return (y * y.sigmoid()).unflatten(-1, (-1, size))
@@ -235,46 +214,30 @@ def equations(case, config, tensors, tokens):
         q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
         shared = torch.arange(value_heads) // (value_heads // heads)
         q, k = q[:, :, shared] / key**0.5, k[:, :, shared]
-        beta = linear(x, "b_proj").sigmoid() * (2 if config.get("allow_neg_eigval") else 1)
-        log = torch.zeros(*x.shape[:2], value_heads, 1, dtype=x.dtype)
+        gates = [linear(x, f"{name}.b_proj").sigmoid() * (2 if config.get("allow_neg_eigval") else 1)]
         if kind != "delta_net":
-            at = linear(x, "a_proj") if kind == "gated_deltanet" else linear(linear(x, "f_proj.0"), "f_proj.1")
+            at = linear(x, f"{name}.{'a_proj' if kind == 'gated_deltanet' else 'f_proj.0'}")
+            at = linear(at, f"{name}.f_proj.1") if kind == "kda" else at
             at = (at + tensors[f"{name}.dt_bias"]).unflatten(-1, (value_heads, -1))
             rate = tensors[f"{name}.A_log"].exp().unsqueeze(-1)
             bound = config.get("lower_bound")
             log = -rate * (1 + at.exp()).log() if bound is None else bound / (1 + (-rate * at).exp())
-        memory = torch.zeros(x.shape[0], value_heads, key, value, dtype=x.dtype)
-        outs = []
-        for t in range(x.shape[1]):
-            memory = log[:, t].exp().unsqueeze(-1) * memory
-            old = torch.einsum("bhk,bhkv->bhv", k[:, t], memory)
-            memory = memory + torch.einsum("bhk,bhv,bh->bhkv", k[:, t], v[:, t] - old, beta[:, t])
-            outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], memory))
-        out = normal(torch.stack(outs, 1), tensors[f"{name}.o_norm.weight"]).flatten(2)
+            gates.insert(0, log.exp())
+        out = remember("delta" if kind == "delta_net" else "kda", q, k, v, *gates)
+        out = normal(out, tensors[f"{name}.o_norm.weight"]).flatten(2)
         if kind == "kda":
-            gate = linear(linear(x, "g_proj.0"), "g_proj.1") + tensors[f"{name}.g_proj.1.bias"]
-            out = out / (1 + (-gate).exp())
+            out = out * linear(linear(x, f"{name}.g_proj.0"), f"{name}.g_proj.1").sigmoid()
         elif f"{name}.g_proj.weight" in tensors:
-            gate = linear(x, "g_proj")
-            sigmoid = config.get("output_gate_activation") == "sigmoid"
-            out = out * (1 if sigmoid else gate) / (1 + (-gate).exp())
-        return linear(out, "o_proj")
+            gate = linear(x, f"{name}.g_proj")
+            out = out * (1 if config.get("output_gate_activation") == "sigmoid" else gate) * gate.sigmoid()
+        return linear(out, f"{name}.o_proj")
 
     def softmax(x, name):
         """Softmax attention; a pair of numbers of q and k is a complex number, turned by its place."""
-        given = {
-            "num_kv_heads": config["attn"]["num_heads"],
-            "window_size": LENGTH,
-            "rope_theta": 10000.0,
-            **config["attn"],
-        }
+        shared = {"num_kv_heads": config["attn"]["num_heads"], "window_size": LENGTH, "rope_theta": 10000.0}
+        given = shared | config["attn"]
         size = DIM // given["num_heads"]
-        q, k, v = (
-            (x @ tensors[f"{name}.{letter}_proj.weight"].T + tensors.get(f"{name}.{letter}_proj.bias", 0)).unflatten(
-                -1, (-1, size)
-            )
-            for letter in "qkv"
-        )
+        q, k, v = (linear(x, f"{name}.{letter}_proj").unflatten(-1, (-1, size)) for letter in "qkv")
         k, v = (y.repeat_interleave(given["num_heads"] // given["num_kv_heads"], 2) for y in (k, v))
         powers = given["rope_theta"] ** -(torch.arange(0, size, 2).to(x.dtype) / size)
         angles = torch.outer(torch.arange(x.shape[1]).to(x.dtype), powers)
@@ -284,44 +247,26 @@ def equations(case, config, tensors, tokens):
         distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
         scores = scores.masked_fill((distance < 0) | (distance >= given["window_size"]), -torch.inf)
         out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
-        return out.flatten(2) @ tensors[f"{name}.o_proj.weight"].T
+        return linear(out.flatten(2), f"{name}.o_proj")
 
     x = tensors["model.embeddings.weight"][tokens]
     for index, layer in enumerate(f"model.layers.{index}" for index in range(LAYERS)):
         mix = softmax if in_softmax(config, index) else attend
         x = x + mix(normal(x, tensors[f"{layer}.attn_norm.weight"]), f"{layer}.attn")
         y = normal(x, tensors[f"{layer}.mlp_norm.weight"])
-        gate, up = (y @ tensors[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (gate / (1 + (-gate).exp()) * up) @ tensors[f"{layer}.mlp.down_proj.weight"].T
+        gate, up = linear(y, f"{layer}.mlp.gate_proj"), linear(y, f"{layer}.mlp.up_proj")
+        x = x + linear(gate * gate.sigmoid() * up, f"{layer}.mlp.down_proj")
     head = tensors.get("lm_head.weight", tensors["model.embeddings.weight"])
     return normal(x, tensors["model.norm.weight"]) @ head.T
 
 
-class Folder:
-    def __init__(self, path):
-        self.root, self.path, self.out = path, path / "fla", path / "out"
-        self.path.mkdir()
-
-    def save(self, config, tensors):
-        (self.path / "config.json").write_text(json.dumps(config))
-        save_file(tensors, self.path / "model.safetensors")
-
-    def arguments(self, *more):
-        return [*map(str, ["--source", "fla", self.path, "--out", self.out, *more])]
-
-    def convert(self, *more):
-        silence_known_warnings()
-        main(self.arguments(*more))
-
-
 @pytest.fixture
 def folder(tmp_path):
-    return Folder(tmp_path)
+    return Folder("fla", tmp_path)
 
 
-def numbers_of(dictionary, config):
-    words = ["</s>" if number == config["eos_token_id"] else str(number) for number in range(WORDS)]
-    return torch.tensor([dictionary.index(word) for word in words])
+def words_of(config):
+    return ["</s>" if number == config["eos_token_id"] else str(number) for number in range(WORDS)]
 
 
 @every_model
@@ -329,9 +274,8 @@ def test_logits_in_one_pass_and_token_by_token(folder, case):
     """In float64 and float32, and for a batch with padding on the left."""
     config, tensors = make(case)
     folder.save(config, tensors)
-    folder.convert()
-    model, dictionary = load(folder.out)
-    ours, tokens = numbers_of(dictionary, config), torch.randint(WORDS, (3, LENGTH))
+    model, dictionary = folder.convert()
+    ours, tokens = torch.tensor([*map(dictionary.index, words_of(config))]), torch.randint(WORDS, (3, LENGTH))
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     expected = equations(case, config, wide, tokens).log_softmax(-1)
     assert expected.std() > 0.5 and expected.dtype == torch.float64
@@ -341,16 +285,12 @@ def test_logits_in_one_pass_and_token_by_token(folder, case):
         padded[row, place] = ours[tokens[row]]
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         model = model.to(dtype)
-        whole = model.get_normalized_probs(model(ours[tokens]), log_probs=True)
+        whole, in_batch = (log_probs(model, given) for given in (ours[tokens], padded))
         assert whole.dtype == dtype
-        torch.testing.assert_close(whole[..., ours].double(), expected, rtol=tolerance, atol=tolerance)
+        in_batch = torch.stack([in_batch[row, place] for row, place in enumerate(rows)])
         stepped = by_steps(model, ours[tokens], [1] * (LENGTH - 3) + [3])
-        torch.testing.assert_close(stepped[..., ours].double(), expected, rtol=tolerance, atol=tolerance)
-        beside = model.get_normalized_probs(model(padded), log_probs=True)
-        for row, place in enumerate(rows):
-            torch.testing.assert_close(
-                beside[row, place][..., ours].double(), expected[row], rtol=tolerance, atol=tolerance
-            )
+        for found in (whole, stepped, in_batch):
+            torch.testing.assert_close(found[..., ours].double(), expected, rtol=tolerance, atol=tolerance)
     rest = [index for index in range(len(dictionary)) if index not in ours]
     assert whole[..., rest].eq(-torch.inf).all()
 
@@ -362,8 +302,7 @@ def test_there_and_back_again(tmp_path_factory, case, dtype):
     out = tmp_path_factory.mktemp("back") / "out"
     config, tensors = make(case)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    words = ["</s>" if number == config["eos_token_id"] else str(number) for number in range(WORDS)]
-    once = fla.convert(tensors, words, Options(config))
+    once = fla.convert(tensors, words_of(config), Options(config))
     fla.write(once, out)
     written, found = fla.read(out)
     assert written.keys() == tensors.keys()
@@ -372,7 +311,7 @@ def test_there_and_back_again(tmp_path_factory, case, dtype):
     told = {name: value for name, value in told.items() if name not in ("bos_token_id", "value_dim")}
     attn = told.pop("attn", {})
     assert found | told == found and (found["attn"] or {}) | attn == (found["attn"] or {})
-    again = fla.convert(written, words, Options(found))
+    again = fla.convert(written, words_of(config), Options(found))
     assert (again.flags, again.words) == (once.flags, once.words)
     assert again.weights.keys() == once.weights.keys()
     assert all(torch.equal(again.weights[name], tensor) for name, tensor in once.weights.items())
@@ -380,20 +319,21 @@ def test_there_and_back_again(tmp_path_factory, case, dtype):
 
 def test_settings_that_are_not_read_are_named():
     config, tensors = make("gated_deltanet")
-    words = [str(number) for number in range(WORDS)]
-    usual = fla.convert(tensors, words, Options(config)).notes
-    note, *others = fla.convert(tensors, words, Options({**config, "use_cache": True, "z": 1, "a": [2]})).notes
+    usual = fla.convert(tensors, words_of(config), Options(config)).notes
+    note, *others = fla.convert(
+        tensors, words_of(config), Options({**config, "use_cache": True, "z": 1, "a": [2]})
+    ).notes
     assert others == usual and "settings that are not read: a, z;" in note
 
 
 def test_earlier_names_of_rwkv7():
     """All mixtures are one tensor, and the ranks are those of the weights."""
     config, tensors = make("rwkv7")
-    expected = fla.convert(tensors, [str(number) for number in range(WORDS)], Options(config))
+    expected = fla.convert(tensors, words_of(config), Options(config))
     for name in (f"model.layers.{index}.attn.x_" for index in range(LAYERS)):
         tensors[f"{name}x"] = torch.cat([tensors.pop(f"{name}{letter}").view(1, DIM) for letter in "rwkvag"])
     config = {name: value for name, value in config.items() if "low_rank" not in name}
-    found = fla.convert(tensors, [str(number) for number in range(WORDS)], Options(config))
+    found = fla.convert(tensors, words_of(config), Options(config))
     assert found.flags == expected.flags and found.weights.keys() == expected.weights.keys()
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in expected.weights.items())
 
@@ -404,22 +344,13 @@ def test_a_checkpoint_is_written_for_fla(folder, capsys):
     folder.save(config, tensors)
     folder.convert()
     capsys.readouterr()
-    back = folder.root / "back"
+    back = folder.out.with_name("back")
     arguments = ["--source", "fwp-lm", folder.out / "checkpoint.pt", "--to", "fla", "--out", back]
     main([*map(str, arguments)])
     assert "config.json and model.safetensors; the tokenizer's files are those of the source" in capsys.readouterr().out
     written, found = fla.read(back)
     assert (found["architectures"], found["torch_dtype"], found["safe_gate"]) == (["KDAForCausalLM"], "float32", True)
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
-    refused(main, *map(str, arguments), says="--out must be a new or empty folder, got .*, which holds files")
-
-
-def without(name):
-    return lambda tensors: {key: tensor for key, tensor in tensors.items() if name not in key}
-
-
-def with_rows(name, *shape, dtype=None):
-    return lambda tensors: {**tensors, name: torch.ones(shape, dtype=dtype)}
 
 
 RWKV7 = {"model_type": "rwkv7", "hidden_act": "sqrelu", "head_dim": 4}
@@ -430,118 +361,80 @@ WRONG = {
     "a number below 0": (0, 1.0, True, "-2"),
     "true or false": (1, "true"),
 }
+ATTN = "attn in config.json must have layers and num_heads, "
+QUERIES, LARGE = "model.layers.0.attn.q_proj.weight", "config.json must give heads with values of a whole size, got"
+
+
+def attn(**settings):
+    return {"attn": {"layers": [1], "num_heads": 2, **settings}}
+
+
 # change of the tensors, of the configuration, words of the sentence
+# fmt: off
 REFUSALS = [
     (dict, {"model_type": "kimi_linear"}, "model_type in config.json must be one of delta_net, .*, got 'kimi_linear'"),
-    (dict, {"attn": {"layers": [1]}}, "attn in config.json must have layers and num_heads, .*, got {'layers'"),
-    (
-        dict,
-        {"attn": [{"layers": [1], "num_heads": 2}]},
-        r"attn in config.json must have layers and num_heads, .*, got \[",
-    ),
-    *(
-        (
-            dict,
-            {"attn": {"layers": layers, "num_heads": 2}},
-            rf"attn.layers in config.json must be a list of numbers of layers, got {re.escape(repr(layers))}$",
-        )
-        for layers in ([], 1, [0, "x"], ["1"], [True], [-1])
-    ),
-    (dict, {"attn": {}}, "attn in config.json must have layers and num_heads, .*, got {}$"),
-    (
-        dict,
-        {"output_gate_activation": "relu"},
-        "output_gate_activation in .* must be swish, silu or sigmoid, got 'relu'",
-    ),
+    (dict, {"model_type": "bitnet"}, "model_type in config.json must be .*, got 'bitnet': no other can be loaded"),
+    (dict, {"model_type": ["kda"]}, r"model_type in config.json must be one of delta_net, .*, got \['kda'\]"),
+    (dict, {"attn": {"layers": [1]}}, f"{ATTN}.*, got {{'layers'"),
+    (dict, {"attn": [attn()["attn"]]}, rf"{ATTN}.*, got \["),
+    (dict, {"attn": {}}, f"{ATTN}.*, got {{}}$"),
+    (dict, attn(qk_norm=True), f"{ATTN}and nothing else but num_kv_heads, .*theta, got qk_norm$"),
+    *((dict, attn(layers=layers), f"attn.layers in .* a list of numbers of layers, got {re.escape(repr(layers))}$")
+      for layers in ([], 1, [0, "x"], ["1"], [True], [-1])),
+    (dict, attn(num_heads=3), "attn.num_heads in .* must divide hidden_size = 16, got 3$"),
+    (dict, attn(layers=[2]), "--softmax-layers must be ascending .* 0 to 1, .* got '2'"),
+    (dict, {**RWKV7, **attn()}, "attn = .*, which cannot be converted: some of its"),
+    (dict, {"output_gate_activation": "relu"}, "output_gate_activation in .* must be swish, silu or sigmoid, got 'relu'"),
     (dict, {"use_output_norm": False}, "use_output_norm = False, which cannot be converted: its layers do not"),
-    (dict, {"attn": {"layers": [1], "num_heads": 3}}, "attn.num_heads in .* must divide hidden_size = 16, got 3$"),
-    (
-        dict,
-        {"attn": {"layers": [1], "num_heads": 2, "qk_norm": True}},
-        "attn in config.json must have layers and num_heads, and nothing else but num_kv_heads, .*theta, got qk_norm$",
-    ),
-    (dict, {"attn": {"layers": [2], "num_heads": 2}}, "--softmax-layers must be ascending .* 0 to 1, .* got '2'"),
-    (
-        dict,
-        {"attn": {"layers": [1], "num_heads": 2, "kv_lora_rank": 4}},
-        "attn in config.json must have .*kv_lora_rank",
-    ),
-    (dict, {**RWKV7, "attn": {"layers": [1], "num_heads": 2}}, "attn = .*, which cannot be converted: some of its"),
     (dict, {"hidden_act": "powlu"}, "hidden_act = 'powlu', which cannot be converted: its feed-forward"),
     (dict, {"qk_norm": "sum"}, "qk_norm = 'sum', which cannot be converted"),
     (dict, {"qk_activation": "elu"}, "qk_activation = 'elu', which cannot be converted"),
     (dict, {"use_beta": False}, "use_beta = False, which cannot be converted: it always writes with full strength"),
     (dict, {"use_short_conv": False}, "use_short_conv = False, which cannot be converted: it has no short convolution"),
     (dict, {"attnres_block_size": 4}, "attnres_block_size = 4, which cannot be converted"),
-    (dict, {"model_type": "bitnet"}, "model_type in config.json must be .*, got 'bitnet': no other can be loaded"),
-    (dict, {"model_type": "mla"}, "model_type in config.json must be .*, got 'mla': no other can be loaded"),
-    (dict, {"model_type": "rwkv7", "hidden_act": "relu"}, "hidden_act = 'relu', which cannot be converted"),
+    (dict, {**RWKV7, "hidden_act": "relu"}, "hidden_act = 'relu', which cannot be converted"),
     (dict, {**RWKV7, "norm_bias": False}, "norm_bias = False, which cannot be converted: its layer normalisation"),
     (dict, {**RWKV7, "norm_first": False}, "norm_first = False, which cannot be converted: it does not normalise"),
     (dict, {**RWKV7, "value_dim": [16, 32]}, r"value_dim = \[16, 32\], which cannot be converted: it must be 16"),
-    (dict, {"expand_v": 0.3}, "config.json must give heads with values of a whole size, got 1.2"),
-    (dict, {"expand_v": 1e308}, "config.json must give heads with values of a whole size, got inf"),
+    (dict, {"expand_v": 0.3}, f"{LARGE} 1.2"),
+    (dict, {"expand_v": 1e308}, f"{LARGE} inf"),
     (dict, {"vocab_size": 31}, r"model\.embeddings\.weight must have 31 rows as config\.json says, got \(30, 16\)"),
     (dict, {"num_heads": 2}, r"layers\.0\.attn\.b_proj\.weight must have 2 rows as config\.json says, got \(4, 16\)"),
     (dict, {"num_hidden_layers": 1}, r"it has also model\.layers\.1\.attn"),
     (dict, {"num_heads": None}, "must be the configuration of a flash-linear-attention, got one without num_heads"),
     (dict, {"tie_word_embeddings": True}, "lm_head cannot be converted: .* has two that differ"),
-    (dict, {"model_type": ["kda"]}, r"model_type in config.json must be one of delta_net, .*, got \['kda'\]"),
     (dict, {"eos_token_id": True}, r"eos_token_id in .* must be in \[0, 30\), the vocabulary, got True$"),
     (dict, {**RWKV7, "head_dim": 6}, "head_dim in config.json must divide hidden_size = 16, got 6$"),
-    *(
-        (
-            dict,
-            {"attn": {"layers": [1], "num_heads": 2, name[5:]: value}} if name.startswith("attn.") else {name: value},
-            f"^fwp-convert: {name} in config.json must be {kind}, got {re.escape(repr(value))}$",
-        )
-        for kind, values in WRONG.items()
-        for name in fla.KINDS[kind][1]
-        for value in values
-        if name not in fla.REQUIRED
-    ),
-    (with_rows("model.layers.0.attn.q_proj.weight", 16), {}, r"in_proj\.weight must have rows of one shape, got .*q_p"),
-    (
-        with_rows("model.layers.0.attn.q_proj.weight", 16, 15),
-        {},
-        r"must have rows of one shape, got .*q_p.* \(16, 15\)",
-    ),
-    (with_rows("model.layers.1.attn.k_conv1d.weight", 16, 4), {}, r"rows of one shape, got .*k_conv1d.* \(16, 4\)"),
-    *(
-        (with_rows(name), {}, rf"{re.escape(name)} must have \d+ rows as config.json says, got \(\)$")
-        for name in ("model.layers.0.attn.q_proj.weight", "model.embeddings.weight", "lm_head.weight")
-    ),
-    (
-        with_rows("lm_head.weight", 29, 16),
-        {},
-        r"lm_head\.weight must have 30 rows as config\.json says, got \(29, 16\)",
-    ),
-    (with_rows("model.layers.0.attn.x_x", 5, 16), RWKV7, r"attn\.x_x must have 6 rows .*, got \(5, 16\)"),
-    (
-        with_rows("model.layers.0.mlp.up_proj.weight", 24, 16, dtype=torch.float8_e4m3fn),
-        {},
-        r"up_proj\.weight must be floating-point, got torch.float8_e4m3fn: quantised",
-    ),
+    *((dict, attn(**{name[5:]: value}) if name.startswith("attn.") else {name: value},
+       f"^fwp-convert: {name} in config.json must be {kind}, got {re.escape(repr(value))}$")
+      for kind, values in WRONG.items() for name in fla.KINDS[kind][1] if name not in fla.REQUIRED for value in values),
+    (ones(QUERIES, 16), {}, r"in_proj\.weight must have rows of one shape, got .*q_p"),
+    (ones(QUERIES, 16, 15), {}, r"must have rows of one shape, got .*q_p.* \(16, 15\)"),
+    (ones("model.layers.1.attn.k_conv1d.weight", 16, 4), {}, r"rows of one shape, got .*k_conv1d.* \(16, 4\)"),
+    *((ones(name), {}, rf"{re.escape(name)} must have \d+ rows as config.json says, got \(\)$")
+      for name in (QUERIES, "model.embeddings.weight", "lm_head.weight")),
+    (ones("lm_head.weight", 29, 16), {}, r"lm_head\.weight must have 30 rows as config\.json says, got \(29, 16\)"),
+    (ones("model.layers.0.attn.x_x", 5, 16), RWKV7, r"attn\.x_x must have 6 rows .*, got \(5, 16\)"),
+    (ones("model.layers.0.mlp.up_proj.weight", 24, 16, dtype=torch.float8_e4m3fn), {},
+     r"up_proj\.weight must be floating-point, got torch.float8_e4m3fn: quantised"),
     (without("layers.1.mlp.up"), {}, r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
-    (with_rows("model.layers.0.mlp.experts.weight", 2), {}, r"it has also model\.layers\.0\.mlp\.experts\.weight"),
+    (ones("model.layers.0.mlp.experts.weight", 2), {}, r"it has also model\.layers\.0\.mlp\.experts\.weight"),
 ]
+# fmt: on
 
 
 @looped("change, config, says", REFUSALS)
 def test_models_that_cannot_be_represented_are_refused_by_name(tmp_path_factory, change, config, says):
-    folder = Folder(tmp_path_factory.mktemp("refusal"))
+    folder = Folder("fla", tmp_path_factory.mktemp("refusal"))
     own, tensors = make("delta_net")
     folder.save({**own, **config}, change(tensors))
-    refused(main, *folder.arguments(), says=says, out=folder.out)
+    folder.refuses(says)
 
 
 # flags of a model of ours, words of the sentence
 NOT_THEIRS = [
     ({"decoder_update_rule": "sum"}, "--decoder-update-rule must be one of delta, .*, time_mix for .*, got sum"),
-    (
-        {"decoder_update_rule": "time_mix"},
-        r"the model must have the parts of rwkv7 .*, --swiglu True \(there False\)",
-    ),
+    ({"decoder_update_rule": "time_mix"}, r"the model must have the parts of rwkv7 .*, --swiglu True \(there False\)"),
     ({"swiglu": False}, r"the model must have the parts of delta_net .*, got --swiglu False \(there True\)"),
     ({"decoder_value_heads": 8}, r"got --decoder-value-heads 8 \(there 4\)"),
     ({"output_layer": "biased"}, r"got --output-layer biased \(there untied\)"),

@@ -2,18 +2,14 @@
 
 import json
 import math
-import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 from pairwise import looped
-from refusals import refused
 from safetensors.torch import save_file
 
-from fairseq_fwp.cli.convert import main
-from fairseq_fwp.patches.messages import silence_known_warnings
-from tests.convert.conftest import load
+from tests.convert.conftest import Folder, ones, without
 
 WORDS, POSITIONS, DIM, HEADS, LAYERS = 30, 12, 16, 4, 2
 # As saved by transformers, without settings that conversion does not read.
@@ -68,27 +64,14 @@ def reference_logits(tensors, tokens):
     return norm(x, "ln_f") @ tensors["wte.weight"].T
 
 
-class Folder:
-    def __init__(self, path):
-        self.path, self.out = path / "gpt2", path / "out"
-        self.path.mkdir()
-
+class Gpt2(Folder):
     def save(self, tensors, **config):
-        (self.path / "config.json").write_text(json.dumps({**CONFIG, **config}))
-        save_file(tensors, self.path / "model.safetensors")
-
-    def arguments(self, *more):
-        return [*map(str, ["--source", "gpt2", self.path, "--out", self.out, *more])]
-
-    def convert(self, *more):
-        silence_known_warnings()
-        main(self.arguments(*more))
-        return load(self.out)
+        super().save({**CONFIG, **config}, tensors)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return Folder(tmp_path)
+    return Gpt2("gpt2", tmp_path)
 
 
 def assert_same(folder, tensors, dtype, tolerance):
@@ -109,44 +92,33 @@ def assert_same(folder, tensors, dtype, tolerance):
     assert log_probs[..., rest].eq(-torch.inf).all()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
+@looped("dtype, tolerance", [(torch.float32, 2e-5), (torch.float64, 1e-12)])
 def test_logits(folder, dtype, tolerance):
     tensors = make_tensors()
     folder.save(tensors)
     assert_same(folder, tensors, dtype, tolerance)
 
 
-def test_what_transformers_saves_beside_the_weights(folder):
+def test_what_transformers_saves_with_the_weights(folder):
     """Files may have a prefix, causal masks, the tied output, and weights in several files."""
     tensors = make_tensors()
-    whole = {f"transformer.{name}": tensor for name, tensor in tensors.items()} | {
-        "lm_head.weight": tensors["wte.weight"]
-    }
-    for index in range(LAYERS):
-        mask = torch.ones(POSITIONS, POSITIONS, dtype=torch.uint8).tril().view(1, 1, POSITIONS, POSITIONS)
-        whole |= {
-            f"transformer.h.{index}.attn.bias": mask,
-            f"transformer.h.{index}.attn.masked_bias": torch.tensor(-1e4),
-        }
+    whole = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+    whole["lm_head.weight"] = tensors["wte.weight"]
+    for name in (f"transformer.h.{index}.attn" for index in range(LAYERS)):
+        whole[f"{name}.bias"] = torch.ones(1, 1, POSITIONS, POSITIONS, dtype=torch.uint8).tril()
+        whole[f"{name}.masked_bias"] = torch.tensor(-1e4)
     folder.save({})
-    names = sorted(whole)
-    parts = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
-    for file, of_file in parts.items():
+    names, files = sorted(whole), [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for file, of_file in zip(files, (names[:9], names[9:]), strict=True):
         save_file({name: whole[name] for name in of_file}, folder.path / file)
-    index = {"weight_map": {name: file for file, of_file in parts.items() for name in of_file}}
+    index = {"weight_map": {name: files[number >= 9] for number, name in enumerate(names)}}
     (folder.path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_same(folder, tensors, torch.float32, 2e-5)
 
 
-def test_a_line_ends_with_the_word_that_the_model_says(folder):
-    """The first of the vocabulary is one."""
-    folder.save(make_tensors(), eos_token_id=0)
-    model, _ = folder.convert()
-    assert model.max_positions() == POSITIONS
-
-
 def test_settings_of_the_training(folder, capsys):
-    folder.save(make_tensors())
+    """The end of a text may be the first word."""
+    folder.save(make_tensors(), eos_token_id=0)
     model, _ = folder.convert()
     assert model.decoder.dropout.p == 0.1 and model.decoder.layers[0].self_attn.dropout == 0.2
     assert "note: dropout of embeddings is 0.1 here, as in blocks, and was 0.3 (embd_pdrop)" in capsys.readouterr().out
@@ -155,26 +127,18 @@ def test_settings_of_the_training(folder, capsys):
         model(torch.full((1, POSITIONS + 1), 5))
 
 
-def changed(name, *shape, dtype=torch.float32):
-    """Change a tensor, or leave it out."""
-
-    def change(tensors):
-        others = {key: tensor for key, tensor in tensors.items() if key != name}
-        return others | ({name: torch.ones(shape, dtype=dtype)} if shape else {})
-
-    return change
-
-
 DECAY = ["--decoder-update-rule", "decay", "--state-size", 4]
 # change of the tensors, of the configuration, words of the sentence
 # fmt: off
 REFUSALS = [
-    (changed("h.1.mlp.c_fc.bias"), {}, r"decoder\.layers\.1\.fc1\.bias is missing"),
-    (changed("score.weight", 2, DIM), {}, r"has also score\.weight;"),
-    (changed("lm_head.weight", WORDS, DIM), {}, "lm_head cannot be converted: .* has two that differ"),
-    (changed("h.0.ln_1.bias", 3), {}, r"self_attn_layer_norm\.bias must be \(16,\), got \(3,\)"),
-    (changed("h.1.attn.c_attn.weight", DIM, 47), {}, r"1\.self_attn\.in_proj\.weight must be \(48, 16\), got \(47,"),
-    (changed("h.0.mlp.c_fc.weight", DIM, 64, dtype=torch.int8), {}, r"c_fc\.weight must be floating-point, got .*int8"),
+    (without("h.1.mlp.c_fc.bias"), {}, r"decoder\.layers\.1\.fc1\.bias is missing"),
+    (without("h.1.attn.c_proj.weight"), {}, r"decoder\.layers\.1\.self_attn\.out_proj\.weight is missing"),
+    (ones("h.1.attn.gate", DIM), {}, r"it has also h\.1\.attn\.gate;"),
+    (ones("score.weight", 2, DIM), {}, r"has also score\.weight;"),
+    (ones("lm_head.weight", WORDS, DIM), {}, "lm_head cannot be converted: .* has two that differ"),
+    (ones("h.0.ln_1.bias", 3), {}, r"self_attn_layer_norm\.bias must be \(16,\), got \(3,\)"),
+    (ones("h.1.attn.c_attn.weight", DIM, 47), {}, r"1\.self_attn\.in_proj\.weight must be \(48, 16\), got \(47,"),
+    (ones("h.0.mlp.c_fc.weight", DIM, 64, dtype=torch.int8), {}, r"c_fc\.weight must be floating-point, got .*int8"),
     (dict, {"vocab_size": 31}, r"wte\.weight must have the 31 words of config\.json, got 30"),
     (dict, {"n_layer": 1}, r"decoder\.layers\.1\.fc1\.bias is not a weight of this model"),
     (dict, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06, which cannot be converted: its layer norm"),
@@ -194,10 +158,10 @@ def test_refusals(folder, change, config, says):
     """Attention of other shapes is named also before another takes its place."""
     folder.save(change(make_tensors()), **config)
     for more in ([], DECAY) if "attn" in says else ([],):
-        refused(main, *folder.arguments(*more), says=says, out=folder.out)
+        folder.refuses(says, *more)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@looped("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
     """A softmax model of half-precision weights has their logits, and fast weights can replace its attention."""
     tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}
@@ -205,10 +169,8 @@ def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
     assert_same(folder, tensors, torch.float32, 2e-5)
     saved = torch.load(folder.out / "checkpoint.pt", weights_only=True)["model"]
     assert {tensor.dtype for tensor in saved.values()} == {dtype}
-    shutil.rmtree(folder.out)
     model, _ = folder.convert(*DECAY)
     assert model(torch.randint(4, WORDS, (1, POSITIONS)))[0].isfinite().all()
-    shutil.rmtree(folder.out)
     mixed = {name: tensor.float() if "wpe" in name else tensor for name, tensor in tensors.items()}
     mixed["wpe.weight"] += 1e-5 * torch.randn(POSITIONS, DIM)
     folder.save(mixed)
@@ -218,23 +180,20 @@ def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
 def test_files_that_are_not_there_or_not_whole(folder):
     index, weights = folder.path / "model.safetensors.index.json", folder.path / "model.safetensors"
 
-    def refuse(says, *more):
-        refused(main, *folder.arguments(*more), says=says, out=folder.out)
-
-    refuse(r"config\.json cannot be read")
+    folder.refuses(r"config\.json cannot be read")
     folder.save(make_tensors())
-    refuse("--vocabulary must be left out with GPT-2", "--vocabulary", "x")
+    folder.refuses("--vocabulary must be left out with GPT-2", "--vocabulary", "x")
     for content in ("{}", '{"weight_map": {"a": 1}}', "[]"):
         index.write_text(content)
-        refuse("must hold a JSON object" if content == "[]" else "must have a weight_map")
+        folder.refuses("must hold a JSON object" if content == "[]" else "must have a weight_map")
     index.unlink()
     whole = weights.read_bytes()
     for content in (b"", whole[:5], whole[:100], whole[:-4], b"x" * 100):
         weights.write_bytes(content)
-        refuse(r"model\.safetensors must be a complete safetensors file")
+        folder.refuses(r"model\.safetensors must be a complete safetensors file")
     weights.unlink()
-    refuse(r"must hold model\.safetensors or .*\.index\.json: save weights of another")
+    folder.refuses(r"must hold model\.safetensors or .*\.index\.json: save weights of another")
     index.write_text('{"weight_map": {"a": "part.safetensors"}}')
-    refuse(r"the weights .*part\.safetensors cannot be read: No such file")
+    folder.refuses(r"the weights .*part\.safetensors cannot be read: No such file")
     folder.path = weights
-    refuse(r"must be a folder with config\.json and model.safetensors of GPT-2, got")
+    folder.refuses(r"must be a folder with config\.json and model.safetensors of GPT-2, got")

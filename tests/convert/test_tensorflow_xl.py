@@ -14,28 +14,21 @@ import numpy as np
 import pytest
 import torch
 from pairwise import looped
-from refusals import refused
 
-from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import tensorflow_xl
-from tests.convert.conftest import WORDS, Converter, load, read_vector, score
+from tests.convert.conftest import WORDS, Converter, read_vector, score, without
 
 LAYERS, CUTOFFS = 2, (12, 20)
 EMBED, SOFTMAX = "transformer/adaptive_embed", "transformer/adaptive_softmax"
 # Names in a layer, there and here.
 NAMES = {
-    "dec_attn.qkv_net.weight": "rel_attn/qkv/kernel",
-    "dec_attn.r_net.weight": "rel_attn/r/kernel",
-    "dec_attn.o_net.weight": "rel_attn/o/kernel",
-    "dec_attn.layer_norm.weight": "rel_attn/LayerNorm/gamma",
-    "dec_attn.layer_norm.bias": "rel_attn/LayerNorm/beta",
-    "pos_ff.CoreNet.0.weight": "ff/layer_1/kernel",
-    "pos_ff.CoreNet.0.bias": "ff/layer_1/bias",
-    "pos_ff.CoreNet.3.weight": "ff/layer_2/kernel",
-    "pos_ff.CoreNet.3.bias": "ff/layer_2/bias",
-    "pos_ff.layer_norm.weight": "ff/LayerNorm/gamma",
-    "pos_ff.layer_norm.bias": "ff/LayerNorm/beta",
-}
+    **{f"dec_attn.{name}_net.weight": f"rel_attn/{name}/kernel" for name in ("qkv", "r", "o")},
+    **{f"pos_ff.CoreNet.{index}.{part}": f"ff/layer_{number}/{ours}" for index, number in ((0, 1), (3, 2))
+       for part, ours in (("weight", "kernel"), ("bias", "bias"))},
+    **{f"{block}.layer_norm.{part}": f"{ours}/LayerNorm/{name}"
+       for block, ours in (("dec_attn", "rel_attn"), ("pos_ff", "ff"))
+       for part, name in (("weight", "gamma"), ("bias", "beta"))},
+}  # fmt: skip
 OPTIONS = {"tgt_len": 5, "mem_len": 4}
 
 
@@ -72,24 +65,17 @@ def packed(variables):
 
 
 class NpzConverter(Converter):
-    """A function (variables or bytes, **options) -> the folder that the command writes."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.state_dict = folder / "model.npz"
+    """A converter of variables, or bytes."""
 
     def arguments(self, variables, **options):
         vector = read_vector("transformer-xl/wt103")._replace(options={**OPTIONS, **options})
         save = packed(variables) if isinstance(variables, dict) else variables
-        if self.out.exists():
-            self.out.rename(self.out.with_name(f"out{len(list(self.folder.iterdir()))}"))
-        words = vector.options.pop("words", WORDS)
-        return super().arguments(vector, words, save=save, cutoffs=None)
+        return super().arguments(vector, vector.options.pop("words", WORDS), save=save, cutoffs=None)
 
 
 @pytest.fixture
 def convert_npz(tmp_path):
-    return NpzConverter(tmp_path)
+    return NpzConverter(tmp_path, "model.npz")
 
 
 @looped("untied", [True, False])
@@ -97,8 +83,8 @@ def convert_npz(tmp_path):
 def test_losses(convert_npz, name, mem_len, untied):
     """With --same_length, as of enwik8, a token sees mem_len others there, and in the PyTorch code one less."""
     vector = read_vector(f"transformer-xl/{name}")
-    folder = convert_npz(make_variables(name, untied), **{**vector.options, "mem_len": mem_len})
-    losses = score(*load(folder), vector.tokens, vector.segments, carry=True)
+    converted = convert_npz.convert(make_variables(name, untied), **{**vector.options, "mem_len": mem_len})
+    losses = score(*converted, vector.tokens, vector.segments, carry=True)
     torch.testing.assert_close(losses, vector.losses, rtol=0, atol=1e-9)
 
 
@@ -106,7 +92,7 @@ def test_each_layer_has_its_own_biases(convert_npz):
     variables = make_variables("wt103")
     drawn = {name: np.random.default_rng(1).random((LAYERS, 2, 4), np.float32) for name in (R_W, R_R)}
     drawn[R_R] += 1
-    model, _ = load(convert_npz(variables | drawn))
+    model, _ = convert_npz.convert(variables | drawn)
     for layer, of_w, of_r in zip(model.decoder.layers, drawn[R_W], drawn[R_R], strict=True):
         positions = layer.self_attn.positions
         for bias, expected in ((positions.content_bias, of_w), (positions.position_bias, of_r)):
@@ -115,25 +101,25 @@ def test_each_layer_has_its_own_biases(convert_npz):
 
 def test_the_flags_that_are_written(convert_npz, capsys):
     options = {"clamp_len": 3, "same_length": True, "mem_len": 6}
-    flags = (convert_npz(make_variables("wt103_div_val"), **options) / "flags.txt").read_text()
+    flags = (convert_npz.write(make_variables("wt103_div_val"), **options) / "flags.txt").read_text()
     # Two words more: <s> and <pad>. A token sees itself and 6 others.
     for flag in ("--untie-biases", "--adaptive-softmax-cutoff 14,22", "--div-val 2", "--mem-len 7", "--same-length"):
         assert flag in flags
     notes = re.findall("^note: (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert [note[:20] for note in notes] == ["the TensorFlow code ", "layer normalisation ", "--mem-len is 7 for -"]
-    flags = (convert_npz(make_variables("wt103", untied=False)) / "flags.txt").read_text()
+    flags = (convert_npz.write(make_variables("wt103", untied=False)) / "flags.txt").read_text()
     assert "--untie-biases" not in flags and "--mem-len 4" in flags
     assert "--mem-len is" not in capsys.readouterr().out
 
 
 def test_other_dtypes_and_what_the_optimizer_keeps(convert_npz):
     plain = make_variables("wt103_div_val", untied=False)
-    expected = torch.load(convert_npz(plain) / "checkpoint.pt")["model"]
+    expected = torch.load(convert_npz.write(plain) / "checkpoint.pt")["model"]
     for dtype, numbers in ((np.float64, torch.float64), (np.float16, torch.float16)):
         variables = {name: value.astype(dtype) for name, value in plain.items()}
         slots = {f"{name}/{slot}": value for name, value in variables.items() for slot in ("Adam", "Adam_1")}
         steps = {"beta1_power": np.float32(0.5), "beta2_power": np.float32(0.5), "global_step": np.int64(7)}
-        found = torch.load(convert_npz({**variables, **slots, **steps}) / "checkpoint.pt")["model"]
+        found = torch.load(convert_npz.write({**variables, **slots, **steps}) / "checkpoint.pt")["model"]
         assert found.keys() == expected.keys() and numbers in {x.dtype for x in found.values()}
         assert all(torch.equal(x, expected[name].to(x.dtype)) for name, x in found.items())
 
@@ -143,21 +129,15 @@ def test_the_command_that_exports(convert_npz, monkeypatch):
     variables = make_variables("wt103_div_val")
     saved = {**variables, "transformer/r_w_bias/Adam": variables["transformer/r_w_bias"], "global_step": np.int64(7)}
     reader = SimpleNamespace(get_variable_to_shape_map=lambda: dict.fromkeys(saved), get_tensor=saved.__getitem__)
-    stub = SimpleNamespace(
-        train=SimpleNamespace(load_checkpoint=lambda path: reader if path == "model.ckpt-0" else None)
-    )
-    monkeypatch.setitem(sys.modules, "tensorflow", stub)
-    monkeypatch.chdir(convert_npz.folder)
+    stub = SimpleNamespace(load_checkpoint=lambda path: reader if path == "model.ckpt-0" else None)
+    monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(train=stub))
+    monkeypatch.chdir(convert_npz.out.parent)
     command = re.search(r'python -c "(.*)"$', tensorflow_xl.EXPORT)
     exec(command[1], {})
     with np.load("model.npz") as file:
         assert sorted(file.files) == sorted(variables)
     page = Path(tensorflow_xl.__file__).parents[2] / "docs" / "checkpoints.md"
     assert command[0] in page.read_text(encoding="utf-8")
-
-
-def without(name):
-    return lambda variables: {key: value for key, value in variables.items() if name not in key}
 
 
 def replaced(name, change):
@@ -195,21 +175,19 @@ REFUSALS = [
     ({}, without(f"{EMBED}/cutoff_0/proj_W"), "--proj_same_dim must be True"),
     ({}, added(f"{SOFTMAX}/cutoff_2/proj", 2, 8), "untied projections, as of --dataset lm1b"),
     ({}, added(f"{EMBED}/proj_W", 8, 8), "--d_embed must equal --d_model"),
-    ({"mem_len": None}, None, "--mem_len must be given, as in training"),
-    ({"tgt_len": None}, None, "--tgt_len must be given"),
-    ({"n_head": 4}, None, "--n_head must be 2, as in the checkpoint, got 4"),
-    ({"attn_type": 1}, None, ELSEWHERE),
-    ({"pre_lnorm": True}, None, ELSEWHERE),
-    ({"words": WORDS[:-1]}, None, "the vocabulary must have the 31 words of the checkpoint, got 30"),
+    ({"mem_len": None}, dict, "--mem_len must be given, as in training"),
+    ({"tgt_len": None}, dict, "--tgt_len must be given"),
+    ({"n_head": 4}, dict, "--n_head must be 2, as in the checkpoint, got 4"),
+    ({"attn_type": 1}, dict, ELSEWHERE),
+    ({"pre_lnorm": True}, dict, ELSEWHERE),
+    ({"words": WORDS[:-1]}, dict, "the vocabulary must have the 31 words of the checkpoint, got 30"),
 ]
 # fmt: on
 
 
 @looped("options, change, says", REFUSALS)
 def test_refusals(convert_npz, options, change, says):
-    variables = make_variables("wt103_div_val")
-    arguments = convert_npz.arguments(change(variables) if change else variables, **options)
-    refused(main, *arguments, says=says, out=convert_npz.out)
+    convert_npz.refuses(says, change(make_variables("wt103_div_val")), **options)
 
 
 def test_files_that_are_no_npz(convert_npz):
@@ -219,4 +197,4 @@ def test_files_that_are_no_npz(convert_npz):
     damaged[len(whole) // 3] ^= 255
     for content in (b"", b"no archive", whole[: len(whole) // 2], array.getvalue(), bytes(damaged), None):
         says = "cannot be read: No such file" if content is None else "must be a complete .npz, got a (trunc|damaged)"
-        refused(main, *convert_npz.arguments(content), says=says, out=convert_npz.out)
+        convert_npz.refuses(says, content)

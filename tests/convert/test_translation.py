@@ -6,13 +6,10 @@ from argparse import Namespace
 
 import pytest
 import torch
-from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from pairwise import looped
-from refusals import refused
 
-from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import SOURCES
 from fairseq_fwp.convert.files import Options, make_task
 from fairseq_fwp.convert.linearize import Method, linearize
@@ -20,7 +17,7 @@ from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention
 from fairseq_fwp.modules.attention import LinearAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.patches.messages import silence_known_warnings
+from tests.convert.conftest import Command
 
 DIM, HEADS = 16, 2
 HEAD = DIM // HEADS
@@ -35,11 +32,11 @@ def dictionary(language):
     return made
 
 
-class Saved:
+class Saved(Command):
     """A checkpoint as fairseq saves it, its model, and its conversion by the command."""
 
     def __init__(self, folder, arch="transformer", shared=False, **settings):
-        self.folder, self.file = folder, folder / "model.pt"
+        super().__init__("fairseq-mt", folder / "model.pt", folder / "out")
         words = {language: dictionary("w" if shared else language) for language in ("en", "de")}
         for language, known in words.items():
             known.save(str(folder / f"dict.{language}.txt"))
@@ -58,25 +55,23 @@ class Saved:
         self.settings, self.languages = args, {"_name": "translation", "source_lang": "en", "target_lang": "de"}
         self.save()
 
-    def save(self, **other):
+    def save(self):
         cfg = {"model": self.settings, "task": self.languages}
-        torch.save({"args": None, "cfg": cfg, "model": self.model.state_dict(), **other}, self.file)
+        torch.save({"args": None, "cfg": cfg, "model": self.model.state_dict()}, self.path)
 
-    def arguments(self, *more, out="out"):
-        return [*map(str, ["--source", "fairseq-mt", self.file, "--out", self.folder / out, *more])]
+    def convert(self, *more):
+        return super().convert(*more)[0].float()
 
-    def convert(self, *more, out="out"):
-        silence_known_warnings()
-        main(self.arguments(*more, out=out))
-        path = str(self.folder / out / "checkpoint.pt")
-        (model,), _ = checkpoint_utils.load_model_ensemble([path], arg_overrides={"data": str(self.folder / out)})
-        return model.eval()
+    def check_same(self, *more):
+        """Check that the converted model has the same logits."""
+        sample = batch()
+        torch.testing.assert_close(logits(self.convert(*more), sample), logits(self.model, sample))
 
     def linearize(self, state_size=None, **flags):
         """Return the model of `convert`, without the command's files."""
         source = SOURCES["fairseq-mt"]
-        tensors, settings = source.read(self.file)
-        conversion = source.convert(tensors, source.words(self.file, None), Options(settings))
+        tensors, settings = source.read(self.path)
+        conversion = source.convert(tensors, source.words(self.path, None), Options(settings))
         converted = linearize(conversion, flags, Method(state_size))
         args = Namespace(**FwpTransformerModel.complete(converted.flags))
         model = FwpTransformerModel.build_model(args, make_task(converted)).eval()
@@ -111,11 +106,10 @@ def logits(model, sample):
 )
 def test_without_another_attention_the_logits_are_the_same(tmp_path_factory, arch, shared, settings):
     saved = Saved(tmp_path_factory.mktemp("saved"), arch, shared, **settings)
-    model, sample = saved.convert(), batch()
-    torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
-    written = (saved.folder / "out" / "flags.txt").read_text()
+    saved.check_same()
+    written = (saved.out / "flags.txt").read_text()
     assert written.startswith("--task translation --source-lang en --target-lang de --arch fwp_transformer --")
-    assert "--dropout 0.2" in written and (saved.folder / "out" / "dict.en.txt").exists()
+    assert "--dropout 0.2" in written and (saved.out / "dict.en.txt").exists()
 
 
 def kinds(model):
@@ -147,21 +141,15 @@ def test_each_place_is_converted_or_kept(saved, flags, converted):
     assert logits(model, batch()).isfinite().all()
 
 
-def softmax_parts(attention, x, source):
-    """Return q, k and v (B, H, L, d) of fairseq's attention."""
-    pairs = ((attention.q_proj, x), (attention.k_proj, source), (attention.v_proj, source))
-    return [projection(given).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for projection, given in pairs]
-
-
 def test_projections_are_those_of_softmax(saved):
     """Each attention follows its formula, with softmax's queries and keys; the factor is in the queries."""
     model = saved.convert(*LINEAR, *SUM)
     x, source = torch.randn(2, 5, DIM), torch.randn(2, 6, DIM)
-    for side, name, given in (
-        ("encoder", "self_attn", x), ("decoder", "encoder_attn", source), ("decoder", "self_attn", x)
-    ):  # fmt: skip
+    places = ("encoder", "self_attn", x), ("decoder", "encoder_attn", source), ("decoder", "self_attn", x)
+    for side, name, given in places:
         theirs, ours = (getattr(getattr(of, side).layers[1], name) for of in (saved.model, model))
-        q, k, v = softmax_parts(theirs, x, given)
+        pairs = (theirs.q_proj, x), (theirs.k_proj, given), (theirs.v_proj, given)
+        q, k, v = (projection(y).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for projection, y in pairs)
         q, k = (torch.nn.functional.elu(part) + 1 for part in (q / math.sqrt(HEAD), k))
         scores = q @ k.transpose(-1, -2)
         if name == "self_attn" and side == "decoder":
@@ -216,48 +204,38 @@ REFUSALS = [
 
 @looped("arguments, says", REFUSALS)
 def test_refusals(saved, arguments, says):
-    refused(main, *saved.arguments(*arguments.split()), says=says, out=saved.folder / "out")
+    saved.refuses(says, *arguments.split())
 
 
-def test_files_that_are_not_whole(saved):
-    def refuse(says, *arguments):
-        refused(main, *saved.arguments(*arguments, out="again"), says=says, out=saved.folder / "again")
-
+def test_files_that_do_not_fit(saved):
+    """fairseq-train finds the languages in the names of the data, if the flags do not say them."""
+    folder, known = saved.path.parent, saved.languages
     saved.settings.arch = "transformer_lm"
     saved.save()
-    refuse(r"must be transformer or fwp_transformer, got .*: choose another --source")
-    saved.settings.arch = "transformer"
+    saved.refuses(r"must be transformer or fwp_transformer, got .*: choose another --source")
+    saved.settings.arch, saved.languages = "transformer", known | dict.fromkeys(("source_lang", "target_lang"))
     saved.save()
+    saved.refuses("does not name its languages: give --source_lang, one of de, en")
+    saved.check_same("--source_lang", "en", "--target_lang", "de")
+    saved.languages, saved.out = known, folder / "again"
+    saved.save()
+    with (folder / "dict.de.txt").open("a") as file:
+        file.write("more 1\n")
+    saved.refuses(r"dict.de.txt must have the 34 words of the checkpoint, got 35 .*: give the fo")
+    (folder / "dict.de.txt").unlink()
+    saved.refuses(r"dict.de.txt is missing: give the folder that holds it with --vocabulary")
+
+
+def test_linear_attention_is_not_converted_again(saved):
     assert kinds(saved.convert(*LINEAR)) == {"encoder", "cross"}
-    saved.file = saved.folder / "out" / "checkpoint.pt"
-    refuse("got linear attention in some places", *SUM)
-    saved.file = saved.folder / "model.pt"
-    (saved.folder / "dict.de.txt").unlink()
-    refuse(r"dict.de.txt is missing: give the folder that holds it with --vocabulary")
-
-
-def test_languages_that_a_checkpoint_does_not_say(saved):
-    """fairseq-train finds the languages in the names of the data."""
-    saved.languages = {"_name": "translation", "source_lang": None, "target_lang": None}
-    saved.save()
-    with pytest.raises(SystemExit, match="does not name its languages: give --source_lang, one of de, en"):
-        saved.convert()
-    model, sample = saved.convert("--source_lang", "en", "--target_lang", "de"), batch()
-    torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
+    saved.path = saved.out.rename(saved.out.with_name("linear")) / "checkpoint.pt"
+    saved.refuses("got linear attention in some places", *SUM)
 
 
 def test_sizes_that_are_not_the_encoders(tmp_path):
     saved = Saved(tmp_path, decoder_ffn_embed_dim=2048, encoder_attention_heads=4)
-    model, sample = saved.convert(), batch()
-    torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
-    with pytest.raises(SystemExit, match=r"--state-size must be 16 for the map dpfp, got 32"):  # of other heads
-        saved.convert("--encoder-feature-map", "dpfp", "--cross-feature-map", "dpfp", "--state-size", "32", out="other")
-
-
-def test_another_vocabulary(saved):
-    with (saved.folder / "dict.de.txt").open("a") as file:
-        file.write("more 1\n")
-    with pytest.raises(
-        SystemExit, match=r"dict.de.txt must have the 34 words of the checkpoint, got 35 .*: give the fo"
-    ):
-        saved.convert()
+    saved.refuses(  # of other heads
+        "--state-size must be 16 for the map dpfp, got 32",
+        *["--encoder-feature-map", "dpfp", "--cross-feature-map", "dpfp", "--state-size", "32"],
+    )
+    saved.check_same()
