@@ -38,26 +38,20 @@ def blocks(text, language):
     return [block for found, block in FENCE.findall(text) if found == language]
 
 
-def shell(script, folder, status=0):
+def shell(script, folder):
     """Run a script of bash in a folder with the programs of this environment, and return its output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        script if isinstance(script, list) else ["bash", "-euo", "pipefail", "-c", script],
-        cwd=folder,
-        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert (done.returncode == 0) == (status == 0), done.stdout
+    words = script if isinstance(script, list) else ["bash", "-euo", "pipefail", "-c", script]
+    how = {"env": os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}, "text": True}
+    done = subprocess.run(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 # Links and tables.
 
-PAGES = [
-    path for folder in ("docs", "fairseq_fwp", "cuda_ext", "recipes", "tests") for path in (ROOT / folder).rglob("*.md")
-]
+FOLDERS = ("docs", "fairseq_fwp", "cuda_ext", "recipes", "tests")
+PAGES = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
 
@@ -67,7 +61,7 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@looped("path", [*ROOT.glob("*.md"), *PAGES])
+@looped("path", PAGES)
 def test_links_lead_to_what_is_there(path):
     for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
         other = path.parent / target if target else path
@@ -78,10 +72,10 @@ def test_links_lead_to_what_is_there(path):
 
 def expanded(pattern):
     """Return all that `{a,b}_c[_d]` stands for."""
-    parts = re.split(r"(\{[^}]*\}|\[[^\]]*\])", pattern)
-    choices = [
-        part[1:-1].split(",") if part[:1] == "{" else ["", part[1:-1]] if part[:1] == "[" else [part] for part in parts
-    ]
+    choices = (
+        part[1:-1].split(",") if part[:1] == "{" else ["", part[1:-1]] if part[:1] == "[" else [part]
+        for part in re.split(r"(\{[^}]*\}|\[[^\]]*\])", pattern)
+    )  # fmt: skip
     return {"".join(choice) for choice in itertools.product(*choices)}
 
 
@@ -158,9 +152,7 @@ def test_commands_and_their_flags_exist(page, monkeypatch):
 
 def test_a_wrong_flag_is_found(monkeypatch):
     monkeypatch.chdir(ROOT)
-    (words,) = commands(
-        "A=1 fairseq-train DATA --user-dir fairseq_fwp --arch fwp_lm \\\n  --cpu --adam-eps 1 --fwp-nothing"
-    )
+    (words,) = commands("A=1 fairseq-train DATA --arch fwp_lm \\\n  --cpu --adam-eps 1 --fwp-nothing")
     assert unknown_flags(words[0], words[1:]) == ["--adam-eps", "--fwp-nothing"]
     assert unknown_flags("fwp-eval-lm", ["DATA", "--path", "x", "--nothing"]) == ["--nothing"]
 
@@ -230,17 +222,13 @@ OF_THIS_MACHINE = re.compile(r"(\bin |\ds \(|(wps|ups|wall)\W*)$")
 
 def pattern(line):
     """Return a pattern for a line of output on a page: numbers as groups, and anything for three dots."""
-    parts = re.split(rf"(\.\.\.|{NUMBER.pattern[1:-1]}|\s+)", line.strip())
-    return "".join(
-        ".*"
-        if part == "..."
-        else r"([-+\d][-+\d.,e]*)"
-        if NUMBER.fullmatch(part)
-        else r"\s+"
-        if part.isspace()
-        else re.escape(part)
-        for part in parts
-    )
+
+    def of(part):
+        if NUMBER.fullmatch(part):
+            return r"([-+\d][-+\d.,e]*)"
+        return ".*" if part == "..." else r"\s+" if part.isspace() else re.escape(part)
+
+    return "".join(map(of, re.split(rf"(\.\.\.|{NUMBER.pattern[1:-1]}|\s+)", line.strip())))
 
 
 def size(number):
@@ -307,10 +295,8 @@ def test_commands_print_what_a_page_shows(tmp_path):
     shell(shlex.join(preprocess), tmp_path)
     (tmp_path / "fairseq_fwp").symlink_to(ROOT / "fairseq_fwp")
     write_public_checkpoint(tmp_path / "WORK_DIR", tmp_path / "words.txt")
-    shown = re.compile(
-        r"^```(bash|python)\n((?:(?!```).)*?)^```\n\n(?:[^`\n]+:\n\n)?```text\n(.*?)^```", re.MULTILINE | re.DOTALL
-    )
-    missing = []
+    block, sentence = r"^```(bash|python)\n((?:(?!```).)*?)^```\n\n", r"(?:[^`\n]+:\n\n)?"
+    shown, missing = re.compile(rf"{block}{sentence}```text\n(.*?)^```", re.MULTILINE | re.DOTALL), []
     for page in PAGES_THAT_PRINT:
         found = shown.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
         assert found, page
@@ -382,6 +368,9 @@ def test_the_experiment_and_the_recipe(work, recipe):
     """With the recipes in a folder of the test, in the environment of the tests, and a small text."""
     (command,) = (command for command in COMMANDS if f"recipes/{recipe}/run.sh" in command and "FOLDER" in command)
     recipes = work / "recipes"
+    assert not [
+        path for path in ("peps/conf/delta_without_positions.yaml", "mine") if (ROOT / "recipes" / path).exists()
+    ]
     shutil.rmtree(recipes, ignore_errors=True)
     shutil.copytree(ROOT / "recipes", recipes, ignore=shutil.ignore_patterns("results", "__pycache__"))
     driver = shlex.join([sys.executable, str(ROOT / "recipes" / "driver")])
@@ -396,8 +385,3 @@ def test_the_experiment_and_the_recipe(work, recipe):
     shell(f"{command.replace('FOLDER', 'text')} {shlex.join(small)}", work)
     assert list((work / "out").glob("del*/checkpoint_best.pt"))
     shutil.rmtree(work / "out")
-
-
-def test_the_guide_names_no_conf_that_is_there():
-    assert not (ROOT / "recipes" / "peps" / "conf" / "delta_without_positions.yaml").exists()
-    assert not (ROOT / "recipes" / "mine").exists()

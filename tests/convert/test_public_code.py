@@ -202,14 +202,11 @@ def shifted(name):
 REFUSALS = [
     ("type24", {}, without("layers.1.pos_ff.CoreNet.3.bias"), r"decoder\.layers\.1\.fc2\.bias is missing"),
     ("type24", {"attn_type": 34}, dict, r"lacks layers\.0\.dec_attn\.qkv_net\.weight;"),
-    ("type24", {"attn_type": None}, dict, "--attn_type must be given, as in training: neither the state dict"),
-    ("type2", {"n_head": None}, dict, "--n_head must be given"),
-    ("type2", {"tgt_len": None}, dict, "--tgt_len must be given"),
+    *((name, {option: None}, dict, f"--{option} must be given, as in training: neither the state dict nor its log")
+      for name, options in {"type24": ["attn_type"], "type2": ["n_head", "tgt_len"], "type0": ["mem_len"],
+                            "type25": ["performer_proj_dim"], "type26": ["dpfp_n_roll"]}.items() for option in options),
     ("type2", {"tgt_len": 0}, dict, "--tgt_len must be at least 1, got 0"),
     ("type0", {"n_head": 4}, dict, "--n_head must be 2, as in the checkpoint, got 4"),
-    ("type0", {"mem_len": None}, dict, "--mem_len must be given"),
-    ("type25", {"performer_proj_dim": None}, dict, "--performer_proj_dim must be given"),
-    ("type26", {"dpfp_n_roll": None}, dict, "--dpfp_n_roll must be given"),
     ("type2", {"cutoffs": None}, dict, "--dataset must be given"),
     ("type2", {"cutoffs": "12"}, dict, "--cutoffs must be 2 numbers, as in the checkpoint, got 1"),
     ("type2", {"cutoffs": "a,b"}, dict, "--cutoffs must be whole numbers"),

@@ -15,10 +15,9 @@ from fairseq_fwp.interop import fla
 T, K, V, STEPS = 11, 6, 5, 2
 ENDS = [0, 4, 4, T]  # of three sequences; the second is empty
 ERRORS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-FORMS = {}  # of our functions: what they compute
-for path in FUNCTIONS:
-    name = path.split(".")[1]
-    FORMS |= {name: path, name.replace("chunk", "fused_recurrent"): path}
+# Our functions, and the one of fla that each computes.
+FORMS = {path.split(".")[1]: path for path in FUNCTIONS}
+FORMS |= {name.replace("chunk", "fused_recurrent"): path for name, path in FORMS.items()}
 
 
 def possible(function, norm, v_first, gate, sigmoid, shared, **_):
@@ -31,20 +30,10 @@ def possible(function, norm, v_first, gate, sigmoid, shared, **_):
 
 
 def cases(function):
-    return pairwise(
-        lambda case: possible(**case),
-        function=[function],
-        dtype=list(ERRORS),
-        scale=[None, 0.3],
-        state=[False, True],
-        wants_state=[False, True],
-        norm=[False, True],
-        ends=[False, True],
-        v_first=[False, True],
-        shared=[False, True],
-        gate=[None, "mamba", "bound"],
-        sigmoid=[None, "once", "doubled"],
-    )
+    options = {key: [False, True] for key in ("state", "wants_state", "norm", "ends", "v_first", "shared")}
+    options |= {"gate": [None, "mamba", "bound"], "sigmoid": [None, "once", "doubled"]}
+    given = {"function": [function], "dtype": list(ERRORS), "scale": [None, 0.3], **options}
+    return pairwise(lambda case: possible(**case), **given)
 
 
 def draw(function, state, ends, shared, gate, **_):
@@ -87,15 +76,9 @@ def definition(function, given, scale, norm, ends, v_first, gate, sigmoid, **_):
     state = given.pop("initial_state", None)
     if scale is None:
         scale = 1 if function == "chunk_rwkv7" else K**-0.5
-    out, states = stand_in(
-        FORMS[function],
-        **given,
-        scale=scale,
-        initial_state=state,
-        output_final_state=True,
-        cu_seqlens=torch.tensor(ENDS) if ends else None,
-        **({"num_householder": STEPS} if "product" in function else {}),
-    )
+    given["cu_seqlens"] = torch.tensor(ENDS) if ends else None
+    given["num_householder"] = STEPS if "product" in function else 1
+    out, states = stand_in(FORMS[function], **given, scale=scale, initial_state=state, output_final_state=True)
     return out, states.mT if v_first else states
 
 
@@ -200,6 +183,9 @@ def test_wrong_use_is_one_sentence(change, error, said):
         fla.chunk_gated_delta_rule(**given)
     with pytest.raises(TypeError, match="missing a required argument: 'beta'"):
         fla.chunk_gated_delta_rule(X, X, X, G)
+    for steps in (0, 3):
+        with pytest.raises(ValueError, match="chunk_gated_delta_product: num_householder must be"):
+            fla.chunk_gated_delta_product(X, X.repeat(1, 2, 1, 1), X.repeat(1, 2, 1, 1), G, B.repeat(1, 2, 1), steps)
 
 
 def test_convolutions():
@@ -228,9 +214,3 @@ def test_convolutions():
             fla.causal_conv1d_fn(x, weight, bias, **wrong)
     with pytest.raises(ValueError, match="conv_state must have at least 3 columns, got 2"):
         fla.causal_conv1d_update(x, x[..., :2].clone(), weight)
-
-
-@looped("steps", [0, 3])
-def test_steps_of_a_token_must_fit(steps):
-    with pytest.raises(ValueError, match="chunk_gated_delta_product: num_householder must be"):
-        fla.chunk_gated_delta_product(X, X.repeat(1, 2, 1, 1), X.repeat(1, 2, 1, 1), G, B.repeat(1, 2, 1), steps)

@@ -15,43 +15,26 @@ from fairseq_fwp.interop import transformers as interop
 transformers = pytest.importorskip("transformers", minversion="5.24")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
 
+# fmt: off
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }
 GATED_DELTA = SIZES | {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
 }
 EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1,
 }
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 KIMI = SIZES | EXPERTS | LATENT | {"linear_num_heads": 2, "linear_head_dim": 8}
 INDEXER = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 8,
-    "indexer_budget": 16,
-    "indexer_compress_ratio": 4,
+    f"indexer_{name}": number for name, number in
+    {"n_heads": 2, "kv_heads": 1, "head_dim": 8, "budget": 16, "compress_ratio": 4}.items()
 }
+# fmt: on
 GLM = KIMI | {"q_lora_rank": 8, "index_head_dim": 8, "index_n_heads": 2, "index_kpool": 4}
 GLM |= {"mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4}
 for name in ("num_experts", "num_local_experts", "shared_expert_intermediate_size", "qk_rope_head_dim", "head_dim"):
@@ -78,12 +61,8 @@ def quiet():
 def build(kind, dtype=torch.float32, **more):
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[kind](**CONFIGS[kind] | more)
-    auto = (
-        transformers.AutoModelForImageTextToText
-        if "text_config" in CONFIGS[kind]
-        else transformers.AutoModelForCausalLM
-    )
-    return auto.from_config(config, experts_implementation="eager").to(dtype).eval()
+    auto = "AutoModelForImageTextToText" if "text_config" in CONFIGS[kind] else "AutoModelForCausalLM"
+    return getattr(transformers, auto).from_config(config, experts_implementation="eager").to(dtype).eval()
 
 
 def results(model, tokens):
@@ -194,27 +173,16 @@ def test_arguments_are_those_of_transformers():
         torch.testing.assert_close([call() for call in calls], expected)
 
 
-def test_uses_may_overlap():
-    from transformers.models.qwen3_next import modeling_qwen3_next as module
-
-    before = module.torch_chunk_gated_delta_rule
-    first, second = interop.use_in_transformers(), interop.use_in_transformers()
-    first.undo()
-    first.undo()
-    assert module.torch_chunk_gated_delta_rule is not before
-    second.undo()
-    assert module.torch_chunk_gated_delta_rule is before
-
-
 def test_functions_are_replaced_and_given_back():
+    """Uses may overlap, and be undone again."""
     from transformers.models.qwen3_next import modeling_qwen3_next as module
 
     before = {name: getattr(module, name) for name in interop.FUNCTIONS if hasattr(module, name)}
-    handle = interop.use_in_transformers()
-    assert all(getattr(module, name) is not function for name, function in before.items())
-    handle.undo()
-    handle.undo()
-    assert all(getattr(module, name) is function for name, function in before.items())
+    first, second = interop.use_in_transformers(), interop.use_in_transformers()
+    for handle in (first, first, second):
+        assert all(getattr(module, name) is not function for name, function in before.items())
+        handle.undo()
+    assert before and all(getattr(module, name) is function for name, function in before.items())
 
 
 IN_A_NEW_PROCESS = """
@@ -237,13 +205,7 @@ assert not Blocked.tried, Blocked.tried
 """
 
 
-def test_nothing_else_is_imported():
-    found = subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr
-
-
-def test_models_imported_later_get_our_functions_too():
-    code = """
+IMPORTED_LATER = """
 from fairseq_fwp.interop.transformers import use_in_transformers
 handle = use_in_transformers()
 from transformers.models.qwen3_next import modeling_qwen3_next as module
@@ -254,6 +216,10 @@ assert call() == torch.float64
 handle.undo()
 assert call() == torch.float32, call()
 """
+
+
+@looped("code", [IN_A_NEW_PROCESS, IMPORTED_LATER])
+def test_nothing_else_is_imported_and_models_imported_later_get_our_functions(code):
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
 

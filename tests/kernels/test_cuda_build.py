@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,8 @@ from fairseq_fwp.kernels import library as loading
 
 H200, A100, T4 = ("NVIDIA H200", (9, 0)), ("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5))
 LIMITS = build._source_folder() / "cuda" / "launchers.h"
-SOURCES = (
-    "bindings/autograd.h",
-    "bindings/cuda.cpp",
-    "bindings/arguments.h",
-    "cuda/kernels.cu",
-    "cuda/recurrent.cuh",
-    "cuda/launchers.h",
-)
+SOURCES = [f"bindings/{name}" for name in ("autograd.h", "cuda.cpp", "arguments.h")]
+SOURCES += [f"cuda/{name}" for name in ("kernels.cu", "recurrent.cuh", "launchers.h")]
 
 
 class Machine:
@@ -94,14 +89,6 @@ def machine(monkeypatch, tmp_path):
     return Machine(monkeypatch, tmp_path)
 
 
-def refuse(machine, sentence):
-    """Check the error of a refused build, which the status has too; nothing is built or half-written."""
-    status = machine.build()
-    assert not status.built and status == loading._status("cuda", build=False)
-    assert not machine.calls and not machine.loaded and not list(machine.folder.glob("a cache/**/*.so"))
-    assert f"{status.reason}; {status.cure}" == sentence.format(here=machine.folder, torch=torch.__version__)
-
-
 def test_built_once_for_the_gpu_that_is_there(machine, monkeypatch):
     first = machine.build()
     assert first.built and machine.loaded == [first.path]
@@ -118,23 +105,21 @@ def test_built_once_for_the_gpu_that_is_there(machine, monkeypatch):
     assert machine.build() == first and machine.calls == before
 
 
-def test_nothing_is_built_by_asking(machine):
-    status = loading._status("cuda", build=False)
-    assert (status.reason, machine.calls) == ("not built yet", []) and not (machine.folder / "a cache").exists()
+# GPUs, TORCH_CUDA_ARCH_LIST, what the kernels are compiled for
+# fmt: off
+ARCHITECTURES = [
+    ([A100, H200], "", ["compute_80,code=sm_80", "compute_90a,code=sm_90a"]),
+    ([H200, H200], "", ["compute_90a,code=sm_90a"]),
+    ([A100, T4], "", ["compute_80,code=sm_80"]),
+    ([A100, H200], "native", ["compute_80,code=sm_80", "compute_90a,code=sm_90a"]),
+    ([H200], "8.0;9.0a", ["compute_80,code=sm_80", "compute_90a,code=sm_90a"]),
+    ([H200], "7.5 8.0+PTX", ["compute_80,code=sm_80", "compute_80,code=compute_80"]),
+    ([("NVIDIA L4", (8, 9))], "8.0, 8.6", ["compute_80,code=sm_80", "compute_86,code=sm_86"]),
+]
+# fmt: on
 
 
-@looped(
-    ("gpus", "listed", "flags"),
-    [
-        ([A100, H200], "", ["compute_80,code=sm_80", "compute_90a,code=sm_90a"]),
-        ([H200, H200], "", ["compute_90a,code=sm_90a"]),
-        ([A100, T4], "", ["compute_80,code=sm_80"]),
-        ([A100, H200], "native", ["compute_80,code=sm_80", "compute_90a,code=sm_90a"]),
-        ([H200], "8.0;9.0a", ["compute_80,code=sm_80", "compute_90a,code=sm_90a"]),
-        ([H200], "7.5 8.0+PTX", ["compute_80,code=sm_80", "compute_80,code=compute_80"]),
-        ([("NVIDIA L4", (8, 9))], "8.0, 8.6", ["compute_80,code=sm_80", "compute_86,code=sm_86"]),
-    ],
-)
+@looped("gpus, listed, flags", ARCHITECTURES)
 def test_architectures(machine, monkeypatch, gpus, listed, flags):
     machine.see(*gpus)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
@@ -146,9 +131,9 @@ CPU, SEES = "or use the CPU", "PyTorch sees no NVIDIA GPU; check nvidia-smi and 
 OLD = "the kernels need a GPU of compute capability 8.0 or later, and Tesla T4 has 7.5; use another GPU, or the CPU"
 OTHER = "nvcc must be of CUDA 13.0, as PyTorch {torch}, got {here}/cuda %s/bin/nvcc of CUDA %s; " + INSTALL
 LISTED = (
-    "TORCH_CUDA_ARCH_LIST must have the compute capability 9.0 of NVIDIA H200, got %r; add it to the list, or unset "
-    "the variable"
+    "TORCH_CUDA_ARCH_LIST must have the compute capability 9.0 of NVIDIA H200, got %r; add it to the list, or unset"
 )
+LISTED += " the variable"
 UNKNOWN = OTHER % ("13.0", "(unknown release)")
 # What is not as it should be on the machine, and the sentence.
 # fmt: off
@@ -171,15 +156,20 @@ REFUSALS = [
 # fmt: on
 
 
-@pytest.mark.parametrize("change, sentence", REFUSALS)
-def test_refusals(machine, change, sentence):
-    change(machine)
-    refuse(machine, sentence)
+@looped("change, sentence", REFUSALS)
+def test_refusals(tmp_path_factory, change, sentence):
+    """The status has the error of a build, too; nothing is built or half-written."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        machine = Machine(monkeypatch, tmp_path_factory.mktemp("machine"))
+        change(machine)
+        status = machine.build()
+        assert not status.built and status == loading._status("cuda", build=False)
+        assert not machine.calls and not machine.loaded and not list(machine.folder.glob("a cache/**/*.so"))
+        assert f"{status.reason}; {status.cure}" == sentence.format(here=machine.folder, torch=torch.__version__)
 
 
 def test_takes_another_minor_release(machine):
-    nvcc = machine.install("13.4")
-    assert cuda.find_nvcc() == str(nvcc)
+    assert str(machine.install("13.4")) == cuda.find_nvcc()
 
 
 def test_takes_the_nvcc_that_pip_installs(machine, monkeypatch):
@@ -198,22 +188,17 @@ def test_takes_the_nvcc_that_pip_installs(machine, monkeypatch):
     assert cuda.find_nvcc() == str(wheel / "bin" / "nvcc") and machine.build().built
 
 
-def test_a_toolkit_newer_than_the_libraries_of_pytorch(machine, monkeypatch):
+@looped("symbol, cure", [("cudaNewInThisRelease", "install the toolkit of CUDA 13.0"), ("other", "delete its folder")])
+def test_a_library_that_does_not_load(machine, monkeypatch, symbol, cure):
+    """A toolkit may be newer than the libraries of PyTorch."""
+
     def fail(path):
-        raise OSError("undefined symbol: cudaNewInThisRelease")
+        raise OSError(f"undefined symbol: {symbol}")
 
     monkeypatch.setattr(torch.ops, "load_library", fail)
     machine.install("13.4")
     status = machine.build()
-    assert "cannot be loaded: undefined symbol: cudaNewInThisRelease" in status.reason
-    assert status.cure == "install the toolkit of CUDA 13.0"
-
-
-def test_a_build_that_fails(machine):
-    machine.install("13.0", compiles="echo 'kernels.cu(7): error: no such thing' >&2; exit 3")
-    status = machine.build()
-    assert not status.built and status.reason == "the build failed: kernels.cu(7): error: no such thing"
-    assert not list(machine.folder.glob("a cache/**/build-*")) and not list(machine.folder.glob("a cache/**/*.so"))
+    assert f"cannot be loaded: undefined symbol: {symbol}" in status.reason and status.cure == cure
 
 
 def test_auto_says_once_why_it_runs_the_reference(machine, monkeypatch):
@@ -235,10 +220,8 @@ def test_auto_leaves_sizes_beyond_the_kernels_to_the_reference(monkeypatch):
     monkeypatch.setattr(backend, "GREATEST_SIZE", {"cpu": 4})
     monkeypatch.setattr(backend, "_warned", set())
     inputs = sample_inputs("delta", (1, 1, 3, 5, 4))
-    with pytest.warns(
-        RuntimeWarning,
-        match=r"keys and values must have at most 4 dimensions for its kernels, got \(5, 4\); use smaller heads",
-    ):
+    says = r"keys and values must have at most 4 dimensions for its kernels, got \(5, 4\); use smaller heads"
+    with pytest.warns(RuntimeWarning, match=says):
         found = ops.delta_rule(**inputs)
     expected = ops.delta_rule(**inputs, backend="reference")
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
@@ -249,30 +232,18 @@ def test_auto_leaves_sizes_beyond_the_kernels_to_the_reference(monkeypatch):
 
 
 def test_key_follows_what_the_machine_code_depends_on(machine, monkeypatch):
-    keys = [build.build_key("cuda")]
-    assert build.build_key("cuda") == keys[0]
-
-    def changed():
-        keys.append(build.build_key("cuda"))
-
-    for name in SOURCES:
-        (machine.sources / name).write_text("2")
-        changed()
     (machine.sources / "bindings" / "cpu").mkdir()
-    (machine.sources / "bindings" / "cpu" / "sum.cpp").write_text("another device's")
-    assert build.build_key("cuda") == keys[-1]
-    machine.see(A100)
-    changed()
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 8.6")
-    changed()
-    machine.install("13.1")
-    changed()
-    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
-    changed()
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
-    changed()
-    monkeypatch.setattr(torch, "__version__", "0")
-    changed()
+    changes = [partial((machine.sources / name).write_text, "2") for name in SOURCES]
+    changes += [partial(machine.see, A100), partial(monkeypatch.setenv, "TORCH_CUDA_ARCH_LIST", "8.0 8.6")]
+    changes += [partial(machine.install, "13.1"), partial(monkeypatch.setenv, "NVCC_APPEND_FLAGS", "-lineinfo")]
+    versions = ((torch.version, "cuda", "13.2"), (torch, "__version__", "0"))
+    changes += [partial(monkeypatch.setattr, *version) for version in versions]
+    keys = [build.build_key("cuda")]
+    for change in changes:
+        (machine.sources / "bindings" / "cpu" / "sum.cpp").write_text(f"another device's {len(keys)}")
+        assert build.build_key("cuda") == keys[-1]
+        change()
+        keys.append(build.build_key("cuda"))
     assert len(set(keys)) == len(keys)
 
 

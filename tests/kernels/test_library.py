@@ -13,6 +13,7 @@ import stat
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,88 +41,96 @@ print(ops.kernel_status()["cpu"].built)
 CPU_KERNELS_ARE_GONE = "\nassert not ops.kernel_status()['cpu'].built, ops.kernel_status()"
 
 
+class Builder:
+    """An empty cache, and a compiler that writes each call to calls.txt and takes $COMPILER_SECONDS.
+
+    It builds in this process, which has the kernels already: libraries are recorded, not loaded again.
+    """
+
+    def __init__(self, monkeypatch, folder):
+        self.folder, self.loaded, self.compiler, status = folder, [], folder / "compiler", kernels.load_kernels("cpu")
+        assert status.built, status
+        self.compiler.write_text(
+            f"""#!/bin/sh
+            [ "$1" = --version ] && exit
+            echo "$@" >> '{folder}/calls.txt'
+            sleep ${{COMPILER_SECONDS:-0}}
+            while [ $# -gt 0 ]; do
+              case $1 in -o) cp '{status.path}' "$2" ;; -MF) : > "$2" ;; esac
+              shift
+            done
+            """
+        )
+        self.compiler.chmod(0o755)
+        (folder / "temporary").mkdir()
+        monkeypatch.setenv("CXX", str(self.compiler))
+        monkeypatch.setenv("FWP_CACHE_DIR", str(folder / "a cache"))
+        monkeypatch.setattr(torch.ops, "load_library", self.loaded.append)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder / "temporary"))
+
+    def __call__(self):
+        self.loaded.clear()
+        return loading._status("cpu", build=True)
+
+    @property
+    def library(self):
+        (folder,) = (self.folder / "a cache").iterdir()
+        return folder / "kernels.so"
+
+    @property
+    def calls(self):
+        """The number of builds: each calls the compiler once for this source."""
+        path, source = self.folder / "calls.txt", build._files("cpu", build.SOURCES)[0].name
+        return path.read_text().count(f"/{source} ") if path.exists() else 0
+
+    def wait_for_a_call(self):
+        deadline = time.monotonic() + 60
+        while not self.calls and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
 @pytest.fixture
-def compiler(tmp_path):
-    """Set CXX to a stand-in that writes each call to calls.txt and takes $COMPILER_SECONDS."""
-    status = kernels.load_kernels("cpu")
-    assert status.built, status
-    script = tmp_path / "compiler"
-    script.write_text(
-        f"""#!/bin/sh
-        [ "$1" = --version ] && exit
-        echo "$@" >> '{tmp_path}/calls.txt'
-        sleep ${{COMPILER_SECONDS:-0}}
-        while [ $# -gt 0 ]; do
-          case $1 in -o) cp '{status.path}' "$2" ;; -MF) : > "$2" ;; esac
-          shift
-        done
-        """
-    )
-    script.chmod(0o755)
-    return str(script)
+def builder(monkeypatch, tmp_path):
+    return Builder(monkeypatch, tmp_path)
 
 
-def cache(tmp_path):
-    return {"FWP_CACHE_DIR": str(tmp_path / "a cache")}
-
-
-def library(tmp_path):
-    return library_folder(tmp_path) / "kernels.so"
-
-
-def library_folder(tmp_path):
-    (found,) = (tmp_path / "a cache").iterdir()
-    return found
-
-
-def calls(tmp_path):
-    """Return the number of builds: each calls the compiler once for this source."""
-    path, source = tmp_path / "calls.txt", build._files("cpu", build.SOURCES)[0].name
-    return path.read_text().count(f"/{source} ") if path.exists() else 0
-
-
-def test_built_once_then_loaded_without_compiler_or_ninja(tmp_path, compiler):
-    first = run_isolated(USE, CXX=compiler, **cache(tmp_path))
-    assert first.stdout == "True\n" and "building the cpu kernels" in first.stderr and calls(tmp_path) == 1
-    Path(compiler).unlink()
-    again = run_isolated(USE, CXX=compiler, PATH=str(tmp_path), **cache(tmp_path))
-    assert again.stdout == "True\n" and "building" not in again.stderr and calls(tmp_path) == 1
-    assert not [x for x in library(tmp_path).parent.iterdir() if x.name not in ("kernels.so", "lock")]
-
-
-def test_importing_and_asking_builds_nothing(tmp_path, compiler):
+def test_built_once_then_loaded_without_compiler_or_ninja(tmp_path, builder):
     script = "from fairseq_fwp import ops; status = ops.kernel_status()['cpu']; print(status.built, status.reason)"
-    assert run_isolated(script, CXX=compiler, **cache(tmp_path)).stdout == "False not built yet\n"
-    assert calls(tmp_path) == 0 and not (tmp_path / "a cache").exists()
+    assert run_isolated(script).stdout == "False not built yet\n"  # nothing is built by importing and asking
+    assert builder.calls == 0 and not (tmp_path / "a cache").exists()
+    first = run_isolated(USE)
+    assert first.stdout == "True\n" and "building the cpu kernels" in first.stderr and builder.calls == 1
+    builder.compiler.unlink()
+    again = run_isolated(USE, PATH=str(tmp_path))
+    assert again.stdout == "True\n" and "building" not in again.stderr and builder.calls == 1
+    assert not [x for x in builder.library.parent.iterdir() if x.name not in ("kernels.so", "lock")]
 
 
 @pytest.mark.slow
-def test_processes_that_build_at_once_build_once(tmp_path, compiler):
-    processes = [start_isolated(USE, CXX=compiler, COMPILER_SECONDS="2", **cache(tmp_path)) for _ in range(3)]
+def test_processes_that_build_at_once_build_once(builder):
+    processes = [start_isolated(USE, COMPILER_SECONDS="2") for _ in range(3)]
     for process in processes:
         out, error = process.communicate(timeout=120)
         assert (process.returncode, out) == (0, "True\n"), error
-    assert calls(tmp_path) == 1
+    assert builder.calls == 1
 
 
 @pytest.mark.slow
-def test_a_killed_build_leaves_nothing_to_wait_for(tmp_path, compiler):
-    process = start_isolated(USE, CXX=compiler, COMPILER_SECONDS="30", **cache(tmp_path))
-    deadline = time.monotonic() + 60
-    while not calls(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.05)
+def test_a_killed_build_leaves_nothing_to_wait_for(builder):
+    process = start_isolated(USE, COMPILER_SECONDS="30")
+    builder.wait_for_a_call()
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    folder = library_folder(tmp_path)
-    assert list(folder.glob("build-*")) and not (folder / "kernels.so").exists()
+    path = builder.library
+    assert list(path.parent.glob("build-*")) and not path.exists()
     start = time.monotonic()
-    assert run_isolated(USE, CXX=compiler, **cache(tmp_path)).stdout == "True\n"
+    assert run_isolated(USE).stdout == "True\n"
     assert time.monotonic() - start < 25
-    assert not list(folder.glob("build-*"))
+    assert not list(path.parent.glob("build-*"))
 
 
 @pytest.mark.slow
-def test_builders_without_locks_leave_each_other_alone(monkeypatch, tmp_path, compiler, builder):
+def test_builders_without_locks_leave_each_other_alone(monkeypatch, builder):
     """Without locks, a later process must not treat the first one's folder as a leftover."""
 
     def no_locks(file, operation):
@@ -131,45 +140,22 @@ def test_builders_without_locks_leave_each_other_alone(monkeypatch, tmp_path, co
     monkeypatch.setenv("COMPILER_SECONDS", "1")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(builder)
-        deadline = time.monotonic() + 60
-        while not calls(tmp_path) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        builder.wait_for_a_call()
         second = threads.submit(builder)
     assert first.result().built and second.result().built, (first.result(), second.result())
-    assert calls(tmp_path) == 2 and not list(library_folder(tmp_path).glob("build-*"))
+    assert builder.calls == 2 and not list(builder.library.parent.glob("build-*"))
 
 
-class Builder:
-    """Load or build in this process, which has the kernels already: libraries are recorded, not loaded again."""
-
-    def __init__(self, monkeypatch, tmp_path, compiler):
-        self.loaded = []
-        monkeypatch.setattr(torch.ops, "load_library", self.loaded.append)
-        monkeypatch.setenv("CXX", compiler)
-        monkeypatch.setenv("FWP_CACHE_DIR", str(tmp_path / "a cache"))
-        (tmp_path / "temporary").mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-
-    def __call__(self):
-        self.loaded.clear()
-        return loading._status("cpu", build=True)
-
-
-@pytest.fixture
-def builder(monkeypatch, tmp_path, compiler):
-    return Builder(monkeypatch, tmp_path, compiler)
-
-
-def test_a_damaged_library_is_built_again(tmp_path, builder):
+def test_a_damaged_library_is_built_again(builder):
     assert builder().built
-    path = library(tmp_path)
+    path = builder.library
     whole = path.read_bytes()
     middle = len(whole) // 2
     for broken in (whole[:middle], b"", whole[:middle] + b"?" + whole[middle + 1 :]):
         path.write_bytes(broken)
         assert not loading._load(path) and len(builder.loaded) == 1
-    assert builder().built and calls(tmp_path) == 2 and path.read_bytes() == whole
-    assert builder().built and calls(tmp_path) == 2 and builder.loaded == [str(path)]
+    assert builder().built and builder.calls == 2 and path.read_bytes() == whole
+    assert builder().built and builder.calls == 2 and builder.loaded == [str(path)]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, builder):
@@ -190,42 +176,45 @@ def test_a_read_only_cache(tmp_path, builder):
     assert Path(builder().path).is_relative_to(tmp_path / "temporary")
 
 
-def test_a_read_only_cache_that_holds_the_library(tmp_path, builder):
+def test_a_read_only_cache_that_holds_the_library(builder):
     path = Path(builder().path)
     (path.parent / "lock").unlink()
     path.parent.chmod(0o500)
     try:
         assert builder() == kernels.KernelStatus(True, str(path)) and builder.loaded == [str(path)]
-        assert not (path.parent / "lock").exists() and calls(tmp_path) == 1
+        assert not (path.parent / "lock").exists() and builder.calls == 1
     finally:
         path.parent.chmod(0o700)
 
 
-def test_a_compiler_with_arguments(tmp_path, builder, monkeypatch, compiler):
+def test_a_compiler_with_arguments(tmp_path, builder, monkeypatch):
     """The stand-in accepts the first as its own library; the tests of the key below cover other libraries."""
-    monkeypatch.setenv("CXX", compiler + " -O1 '-DA=a b'")
-    assert builder().built and calls(tmp_path) == 1
+    monkeypatch.setenv("CXX", f"{builder.compiler} -O1 '-DA=a b'")
+    assert builder().built and builder.calls == 1
     assert all(line.startswith("-O1 -DA=a b ") for line in (tmp_path / "calls.txt").read_text().splitlines())
 
 
-def test_a_compiler_that_fails(tmp_path, builder, compiler):
-    Path(compiler).write_text("#!/bin/sh\necho 'x.cpp:1: error: no such thing' >&2; exit 1\n")
+def test_a_compiler_that_fails(builder):
+    builder.compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such thing' >&2; exit 1\n")
     status = builder()
     assert not status.built and status.reason == "the build failed: x.cpp:1: error: no such thing" and status.cure
-    assert not list(library_folder(tmp_path).glob("build-*"))
+    assert not list(builder.library.parent.glob("build-*"))
 
 
-@looped(
-    ("said", "cure"),
-    [
-        (["c++ a.cpp", "FAILED: a.o", "> c++: error: unknown option '-std=c++20'"], "install g++ 10 or later"),
-        (["FAILED: a.o", "> nvcc fatal   : Unsupported gpu architecture 'compute_121'"], "TORCH_CUDA_ARCH_LIST"),
-        (["> /usr/bin/ld: cannot find -lcudart", "collect2: error: ld returned 1"], "README"),
-        (["c++ a.cpp", "> FAILED: [code=3] a.o", "ninja: build stopped: subcommand failed."], "README"),
-        (["Traceback:", "> ModuleNotFoundError: No module named 'setuptools'"], "README"),
-        (["> without a word"], "README"),
-    ],
-)
+# The output of a build, with a mark before the line that the error names, and words of what to do
+# fmt: off
+FAILED = [
+    (["c++ a.cpp", "FAILED: a.o", "> c++: error: unknown option '-std=c++20'"], "install g++ 10 or later"),
+    (["FAILED: a.o", "> nvcc fatal   : Unsupported gpu architecture 'compute_121'"], "TORCH_CUDA_ARCH_LIST"),
+    (["> /usr/bin/ld: cannot find -lcudart", "collect2: error: ld returned 1"], "README"),
+    (["c++ a.cpp", "> FAILED: [code=3] a.o", "ninja: build stopped: subcommand failed."], "README"),
+    (["Traceback:", "> ModuleNotFoundError: No module named 'setuptools'"], "README"),
+    (["> without a word"], "README"),
+]
+# fmt: on
+
+
+@looped("said, cure", FAILED)
 def test_what_is_said_of_a_build_that_fails(said, cure):
     (reason,) = (line.removeprefix("> ") for line in said if line.startswith("> "))
     error = build._build_error("\n".join(line.removeprefix("> ") for line in said if line != "> without a word"))
@@ -237,7 +226,7 @@ def test_ninja_is_found_in_an_environment_that_is_not_active(tmp_path, builder, 
     for name in ("cp", "sleep"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert builder().built and calls(tmp_path) == 1
+    assert builder().built and builder.calls == 1
 
 
 def test_no_ninja(monkeypatch, tmp_path, builder):
@@ -247,15 +236,6 @@ def test_no_ninja(monkeypatch, tmp_path, builder):
     assert status == loading._status("cpu", build=False)
 
 
-def test_a_library_that_does_not_load(monkeypatch, builder):
-    def fail(path):
-        raise OSError("undefined symbol")
-
-    monkeypatch.setattr(torch.ops, "load_library", fail)
-    status = builder()
-    assert not status.built and "cannot be loaded: undefined symbol" in status.reason and status.cure
-
-
 def test_no_compiler(tmp_path):
     required = """
 try:
@@ -263,23 +243,15 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    found = run_isolated(USE + CPU_KERNELS_ARE_GONE + required, CXX="no-such-compiler", **cache(tmp_path))
+    found = run_isolated(
+        USE + CPU_KERNELS_ARE_GONE + required, CXX="no-such-compiler", FWP_CACHE_DIR=str(tmp_path / "a cache")
+    )
     sentence = "there is no C++ compiler (no-such-compiler is not on PATH); install g++ 10 or later, or set CXX"
     assert found.stdout == f"False\nno compiled kernel for cpu: {sentence}\n"
     assert found.stderr.count("RuntimeWarning") == 1 and sentence in found.stderr
 
 
-def test_no_compiler_on_path(tmp_path, builder, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CXX", "")
-    assert "(c++ is not on PATH)" in builder().reason
-
-
-@pytest.mark.slow
-def test_the_loop_in_python_is_the_operator_without_a_compiler(tmp_path):
-    """Gradients, checks of the operator and compilation work even without a compiler."""
-    script = (
-        """
+WITHOUT_COMPILER = """
 import warnings
 warnings.simplefilter("ignore")
 import torch
@@ -288,10 +260,10 @@ def draw(*size):
     return torch.rand(*size, dtype=torch.float64, requires_grad=True)
 q, k, v, beta, state = draw(2, 2, 4, 3), draw(2, 2, 4, 3), draw(2, 2, 4, 5), draw(2, 2, 4), draw(2, 2, 3, 5)
 f, z = draw(2, 2, 4, 3), draw(2, 2, 4, 5)
-NAMES = ("decay", "value_decay", "rate", "removal_key", "removal")
 def of_operator(names, erases, x):
     gates = dict(zip(names, x[3:]))
-    return (*x[:3], *(gates.get(name) for name in (*NAMES, "state")), None, erases)
+    given = (gates.get(name) for name in ("decay", "value_decay", "rate", "removal_key", "removal", "state"))
+    return (*x[:3], *given, None, erases)
 for names, erases, rule, given in (
     (("state",), False, ops.sum_rule, (q, k, v, state)),
     (("rate", "state"), True, ops.delta_rule, (q, k, v, beta, state)),
@@ -303,10 +275,9 @@ for names, erases, rule, given in (
         return torch.ops.fwp.fast_weights.default(*of_operator(names, erases, x))
     def reference(*x):
         return rule(*x, backend="reference")
-    assert torch.autograd.gradcheck(lambda *x: op(*x)[:2], given)
-    assert torch.autograd.gradcheck(lambda *x: op(*x)[:2], given[:-1])
-    torch.library.opcheck(torch.ops.fwp.fast_weights.default, of_operator(names, erases, given))
-    torch.library.opcheck(torch.ops.fwp.fast_weights.default, of_operator(names, erases, given[:-1]))
+    for some in (given, given[:-1]):
+        assert torch.autograd.gradcheck(lambda *x: op(*x)[:2], some)
+        torch.library.opcheck(torch.ops.fwp.fast_weights.default, of_operator(names, erases, some))
     empty = tuple(x[:, :, :0] for x in given[:-1])
     assert torch.equal(op(*empty, state)[1], state)
     (gradient,) = torch.autograd.grad(op(*empty, state)[1].sum(), state)
@@ -318,34 +289,35 @@ for names, erases, rule, given in (
     found, truth = (
         torch.autograd.grad([x.sin().sum() for x in f(*long, state)[:2]], [*long, state]) for f in (op, reference)
     )
-    for x, y in zip(found, truth):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(found, truth)
 """
-        + CPU_KERNELS_ARE_GONE
+
+
+@pytest.mark.slow
+def test_the_loop_in_python_is_the_operator_without_a_compiler(tmp_path):
+    """Gradients, checks of the operator and compilation work even without a compiler."""
+    run_isolated(
+        WITHOUT_COMPILER + CPU_KERNELS_ARE_GONE, CXX="no-such-compiler", FWP_CACHE_DIR=str(tmp_path / "a cache")
     )
-    run_isolated(script, CXX="no-such-compiler", **cache(tmp_path))
 
 
 def test_key_follows_what_the_machine_code_depends_on(tmp_path, monkeypatch):
     sources = ("a.h", "autograd.cpp", "bindings/cpu.cpp", "cpu/b.cpp")
-    for name in ("bindings", "cpu", "cuda"):
-        (tmp_path / name).mkdir()
     for name in sources:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("1")
+    (tmp_path / "cuda").mkdir()
     monkeypatch.setattr(build, "_source_folder", lambda: tmp_path)
+    changes = [partial((tmp_path / name).write_text, "2") for name in sources]
+    changes += [partial(monkeypatch.setattr, build, "_cpu_features", lambda: "sse2")]
+    changes += [partial(monkeypatch.setenv, "CXX", "another"), partial(monkeypatch.setattr, torch, "__version__", "0")]
     keys = [build.build_key("cpu")]
     for name in ("binding_cuda.cpp", "cuda/kernels.cu", "README.md"):
         (tmp_path / name).write_text("another device's, or no source")
     assert build.build_key("cpu") == keys[0]
-    for name in sources:
-        (tmp_path / name).write_text("2")
+    for change in changes:
+        change()
         keys.append(build.build_key("cpu"))
-    monkeypatch.setattr(build, "_cpu_features", lambda: "sse2")
-    keys.append(build.build_key("cpu"))
-    monkeypatch.setenv("CXX", "another")
-    keys.append(build.build_key("cpu"))
-    monkeypatch.setattr(torch, "__version__", "0")
-    keys.append(build.build_key("cpu"))
     assert len(set(keys)) == len(keys)
 
 
@@ -364,19 +336,27 @@ def test_a_chosen_processor_replaces_the_one_at_hand(monkeypatch):
 
 
 OLDER = "must be a processor whose instructions this one has, got "
+UNKNOWN = "must be a value of -march that c++ knows, got "
+# fmt: off
+PROCESSORS = [
+    ("x86-64-v3", f"{OLDER}x86-64-v3, which needs abm, avx, avx2, ", "choose an older one"),
+    ("haswell", f"{OLDER}haswell, which needs __AVX2__, __AVX__, ", "choose an older one"),
+    ("nehalem", None, None),
+    ("no-such", f"{UNKNOWN}no-such", "try x86-64-v2 or x86-64-v3, or"),
+    ("x86-64-v3 -O0", f"{UNKNOWN}x86-64-v3 -O0", "try x86-64-v2"),
+]
+FOLDERS = [
+    ({}, "home/.cache/fairseq_fwp"),
+    ({"XDG_CACHE_HOME": ""}, "home/.cache/fairseq_fwp"),
+    ({"XDG_CACHE_HOME": "xdg"}, "xdg/fairseq_fwp"),
+    ({"XDG_CACHE_HOME": "xdg", "TORCH_EXTENSIONS_DIR": "torch"}, "torch"),
+    ({"XDG_CACHE_HOME": "xdg", "TORCH_EXTENSIONS_DIR": "torch", "FWP_CACHE_DIR": "~/fwp"}, "home/fwp"),
+]
+# fmt: on
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="values of -march for x86-64")
-@looped(
-    ("arch", "sentence", "cure"),
-    [
-        ("x86-64-v3", f"{OLDER}x86-64-v3, which needs abm, avx, avx2, ", "choose an older one"),
-        ("haswell", f"{OLDER}haswell, which needs __AVX2__, __AVX__, ", "choose an older one"),
-        ("nehalem", None, None),
-        ("no-such", "must be a value of -march that c++ knows, got no-such", "try x86-64-v2 or x86-64-v3, or"),
-        ("x86-64-v3 -O0", "must be a value of -march that c++ knows, got x86-64-v3 -O0", "try x86-64-v2"),
-    ],
-)
+@looped("arch, sentence, cure", PROCESSORS)
 def test_a_processor_that_this_one_cannot_replace(monkeypatch, arch, sentence, cure):
     """The available one is made x86-64-v2. Levels are compared with /proc/cpuinfo, other values by the compiler."""
     monkeypatch.setenv("FWP_CPU_ARCH", arch)
@@ -390,28 +370,17 @@ def test_a_processor_that_this_one_cannot_replace(monkeypatch, arch, sentence, c
         assert status.reason in ("", "not built yet")
 
 
-@looped("arch", ["x86-64-v2", "nehalem"])
-def test_a_level_needs_no_compiler(monkeypatch, arch):
+def test_a_level_needs_no_compiler(monkeypatch):
     monkeypatch.setattr(build, "_cpu_features", lambda: " ".join(build.LEVELS.values()))
-    monkeypatch.setenv("FWP_CPU_ARCH", arch)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    if arch in build.LEVELS:
-        assert build.build_key("cpu")
-    else:
-        with pytest.raises(kernels.error.BuildError, match="no-such-compiler is not on PATH"):
-            build.build_key("cpu")
+    monkeypatch.setenv("FWP_CPU_ARCH", "x86-64-v2")
+    assert build.build_key("cpu")
+    monkeypatch.setenv("FWP_CPU_ARCH", "nehalem")
+    with pytest.raises(kernels.error.BuildError, match="no-such-compiler is not on PATH"):
+        build.build_key("cpu")
 
 
-@looped(
-    ("environment", "expected"),
-    [
-        ({}, "home/.cache/fairseq_fwp"),
-        ({"XDG_CACHE_HOME": ""}, "home/.cache/fairseq_fwp"),
-        ({"XDG_CACHE_HOME": "xdg"}, "xdg/fairseq_fwp"),
-        ({"XDG_CACHE_HOME": "xdg", "TORCH_EXTENSIONS_DIR": "torch"}, "torch"),
-        ({"XDG_CACHE_HOME": "xdg", "TORCH_EXTENSIONS_DIR": "torch", "FWP_CACHE_DIR": "~/fwp"}, "home/fwp"),
-    ],
-)
+@looped("environment, expected", FOLDERS)
 def test_the_folder_of_the_cache(monkeypatch, tmp_path, environment, expected):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -428,7 +397,7 @@ def test_a_real_build_in_a_path_with_spaces(tmp_path):
     (checkout / "cuda_ext").symlink_to(PACKAGE.parent / "cuda_ext")
     (checkout / "torch").symlink_to(Path(torch.__file__).parent)
     script = f"package.__path__ = [{str(checkout / 'fairseq_fwp')!r}]\n" + USE
-    assert run_isolated(script, PYTHONPATH=str(checkout), **cache(tmp_path)).stdout == "True\n"
+    assert run_isolated(script, PYTHONPATH=str(checkout), FWP_CACHE_DIR=str(tmp_path)).stdout == "True\n"
 
 
 def test_status_of_every_device():

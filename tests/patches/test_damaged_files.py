@@ -137,9 +137,9 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@looped("kind", FOREIGN)
 def test_other_kinds_of_files(tmp_path, kind):
-    path = tmp_path / "checkpoint.pt"
+    path = tmp_path / f"{kind}.pt"
     FOREIGN[kind](path)
     with pytest.raises(RuntimeError, match=rf"^{path} [^\n]*: [^\n]*$"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path))
@@ -170,27 +170,25 @@ def damage_text(folder, damage):
     return f"train.idx {LIES[impl][lie]}"
 
 
+def read_text(folder):
+    dictionary = Dictionary.load(str(folder / "dict.txt"))
+    return [line.tolist() for line in data_utils.load_indexed_dataset(str(folder / "train"), dictionary)]
+
+
 @looped("damage", [*DAMAGES, *(f"{impl}: {lie}" for impl in LIES for lie in LIES[impl])])
 def test_texts(tmp_path, damage):
     sentence = damage_text(write_text(tmp_path), damage)
-    dictionary = Dictionary.load(str(tmp_path / "dict.txt"))
     with pytest.raises(ValueError, match=sentence) as error:
-        data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)
+        read_text(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_an_index_of_nothing_and_the_widest_dictionary(tmp_path):
     """A text is accepted if it has the last word of a dictionary, or empty lines."""
-    write_text(tmp_path, words=6)
-    dictionary = Dictionary.load(str(tmp_path / "dict.txt"))
-
-    def lines():
-        return [line.tolist() for line in data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)]
-
-    expected = lines()
-    assert max(map(max, expected)) == len(dictionary) - 1
+    expected = read_text(write_text(tmp_path, words=6))
+    assert max(map(max, expected)) == 5
     change_index(tmp_path, "cached", "")
-    assert lines() == expected
+    assert read_text(tmp_path) == expected
 
 
 @pytest.fixture(scope="module", params=["samples", "streams"])
@@ -226,27 +224,20 @@ def test_a_damaged_text_is_neither_trained_on_nor_scored(trained, tmp_path, dama
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["samples", "streams"])
-def test_a_disk_that_is_full(tmp_path, task):
+def test_a_disk_that_is_full(trained, tmp_path):
     """A limit on file sizes simulates a full disk: the system refuses a write in the middle of a checkpoint."""
-    data = write_text(tmp_path / "data")
-
-    def go_on(folder, updates):
-        flags = ["--save-interval-updates", 2, "--log-format", "simple", "--max-update", updates]
-        return training(data, tmp_path / folder, task, *flags)
-
-    def train(folder, updates):
-        assert shared().run("fairseq-train", *go_on(folder, updates), log=tmp_path / "log") == 0
-        return torch.load(tmp_path / folder / "checkpoint_last.pt")["model"]
-
-    train("save", 2)
-    saved = {path: path.read_bytes() for path in (tmp_path / "save").iterdir()}
-    size = (tmp_path / "save" / "checkpoint_last.pt").stat().st_size
+    task, begun = trained
+    save = Path(shutil.copytree(begun / "save", tmp_path / "save"))
+    flags = ["--save-interval-updates", 2, "--log-format", "simple", "--max-update", 6]
+    saved = {path: path.read_bytes() for path in save.iterdir()}
+    size = (save / "checkpoint_last.pt").stat().st_size
     for limit in (size // 2, size - 1):
-        said = refuse_to_train(tmp_path / "log", *go_on("save", 6), file_size=limit)
+        said = refuse_to_train(tmp_path / "log", *training(begun / "data", save, task, *flags), file_size=limit)
         assert "could not be saved (File too large); earlier checkpoints are complete" in said
-        assert {path: path.read_bytes() for path in (tmp_path / "save").iterdir()} == saved
-    one, other = train("save", 6), train("whole", 6)
+        assert {path: path.read_bytes() for path in save.iterdir()} == saved
+    for folder in (save, tmp_path / "whole"):
+        assert shared().run("fairseq-train", *training(begun / "data", folder, task, *flags), log=tmp_path / "log") == 0
+    one, other = (torch.load(folder / "checkpoint_last.pt")["model"] for folder in (save, tmp_path / "whole"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

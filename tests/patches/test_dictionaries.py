@@ -63,13 +63,25 @@ def trained(begun, tmp_path):
     return Trained(Path(shutil.copytree(begun.folder, tmp_path / "copy")))
 
 
-def test_a_training_does_not_go_on_with_other_words(trained):
-    saved = {path: path.read_bytes() for path in trained.path.parent.iterdir()}
+def test_other_words_are_refused(trained):
+    """Fingerprints had another name in earlier versions; before that, there were none, and such checkpoints load."""
+    trained.evaluate()
     trained.reverse()
-    expected = rf"^\S+checkpoint_last.pt cannot be resumed: \S+{SENTENCE}: pass .*--srcdict[^\n]*$"
-    with pytest.raises(ValueError, match=expected):
-        trained.train(4)
-    assert {path: path.read_bytes() for path in trained.path.parent.iterdir()} == saved
+    for earlier in (False, True):
+        if earlier:
+            trained.edit(lambda place: place.update(dictionaries=place.pop(checkpoints.KEY)))
+        saved = {path: path.read_bytes() for path in trained.path.parent.iterdir()}
+        expected = rf"^\S+checkpoint_last.pt cannot be resumed: \S+{SENTENCE}: pass .*--srcdict[^\n]*$"
+        with pytest.raises(ValueError, match=expected):
+            trained.train(4)
+        with pytest.raises(ValueError, match=SENTENCE):
+            trained.evaluate()
+        with pytest.raises(SystemExit, match=rf"^fwp-eval-lm: \S+{SENTENCE}"):
+            eval_lm.main([str(trained.data), "--path", str(trained.path), "--gen-subset", "valid", "--cpu"])
+        assert {path: path.read_bytes() for path in trained.path.parent.iterdir()} == saved
+    trained.edit(lambda place: place.pop("dictionaries"))
+    trained.evaluate()
+    trained.train(4)
 
 
 def test_a_training_does_not_start_with_more_words(trained):
@@ -79,15 +91,6 @@ def test_a_training_does_not_start_with_more_words(trained):
         trained.train(4)
     with pytest.raises(ValueError, match=rf"_last.pt cannot be loaded: \S+{MORE}: pass .*--srcdict"):
         trained.train(2, "--finetune-from-model", trained.path, out="tuned")
-
-
-def test_nothing_is_evaluated_with_other_words(trained):
-    trained.evaluate()
-    trained.reverse()
-    with pytest.raises(ValueError, match=SENTENCE):
-        trained.evaluate()
-    with pytest.raises(SystemExit, match=rf"^fwp-eval-lm: \S+{SENTENCE}"):
-        eval_lm.main([str(trained.data), "--path", str(trained.path), "--gen-subset", "valid", "--cpu"])
 
 
 def test_the_same_words_counted_again_are_the_same(trained):
@@ -104,20 +107,6 @@ def test_a_new_training_may_have_other_words_and_says_so(trained, caplog):
         trained.train(2, "--finetune-from-model", trained.path, out="tuned")
     assert "of the model's training" in caplog.text
     trained.evaluate("tuned")
-
-
-def test_checkpoints_of_earlier_versions(trained):
-    """Fingerprints had another name; before that, there were none, and such checkpoints are loaded."""
-    trained.edit(lambda place: place.update(dictionaries=place.pop(checkpoints.KEY)))
-    trained.evaluate()
-    trained.reverse()
-    with pytest.raises(ValueError, match=SENTENCE):
-        trained.evaluate()
-    with pytest.raises(ValueError, match=f"cannot be resumed: .*{SENTENCE}"):
-        trained.train(4)
-    trained.edit(lambda place: place.pop("dictionaries"))
-    trained.evaluate()
-    trained.train(4)
 
 
 def dictionary(*words):

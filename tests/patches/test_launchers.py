@@ -1,4 +1,4 @@
-"""Launchers of processes on several machines, as in recipes/wikitext103/README.md: torchrun and SLURM."""
+"""Launchers of processes on several machines, as in recipes/wikitext103/README.md: torchrun."""
 
 import os
 import re
@@ -20,16 +20,16 @@ from small_text import training, write_text
 
 @pytest.fixture
 def infer(monkeypatch):
-    """A function infer(GPUs, flags, **environment): fairseq's configuration on a machine of a launcher."""
+    """A function infer(GPUs, **environment): fairseq's configuration on a machine of a launcher."""
     for name in list(os.environ):
         if name.startswith(("SLURM", "MASTER_", "WORLD_SIZE", "RANK")):
             monkeypatch.delenv(name)
 
-    def infer(gpus, flags=(), **environment):
+    def infer(gpus, **environment):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         # fairseq's number of processes, from its import.
-        given = {"distributed_world_size": max(1, gpus), "tpu": False, **dict(flags)}
+        given = {"distributed_world_size": max(1, gpus), "tpu": False}
         cfg = OmegaConf.merge(OmegaConf.structured(DistributedTrainingConfig), given)
         with monkeypatch.context() as launched:
             for name, value in environment.items():
@@ -53,18 +53,6 @@ def test_processes_of_torchrun_find_each_other(infer, gpus, local, nodes):
 def test_one_process_has_no_others(infer):
     assert infer(0, MASTER_ADDR="first", MASTER_PORT=29500, WORLD_SIZE=1, RANK=0).distributed_init_method is None
     assert infer(0, WORLD_SIZE=2).distributed_init_method is None  # of something else: no address
-
-
-@looped("count", [{"SLURM_NTASKS_PER_NODE": 8}, {"SLURM_NTASKS": 16}])
-def test_tasks_of_slurm_find_each_other(infer, monkeypatch, count):
-    asked, flags = [], {"distributed_world_size": 16, "distributed_port": 29500}
-    monkeypatch.setattr(subprocess, "check_output", lambda command: asked.append(command) or b"first\nsecond\n")
-    step = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NNODES": 2}
-    for rank in range(16):
-        cfg = infer(8, flags, **step, SLURM_PROCID=rank, SLURM_LOCALID=rank % 8, **count)
-        assert cfg.distributed_init_method == "tcp://first:29500" and cfg.distributed_no_spawn
-        assert (cfg.distributed_world_size, cfg.distributed_rank, cfg.device_id) == (16, rank, rank % 8)
-    assert asked[0] == ["scontrol", "show", "hostnames", "node[1-2]"]
 
 
 PROGRAMS = Path(sys.executable).parent

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import io
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf
 from pairwise import looped
 
+from fairseq_fwp.patches.checkpoints import show_what_a_model_refuses
+from fairseq_fwp.patches.messages import silence_known_warnings
+
 
 @pytest.mark.filterwarnings("error")
 def test_blocks_of_one_token():
@@ -26,9 +30,8 @@ def test_blocks_of_one_token():
 
 def test_the_set_up_leaves_no_broken_package():
     """fairseq's extensions, built by recipes/setup.sh; a broken torchaudio would break `import transformers`, too."""
-    libbase, libnat, alignment = map(
-        importlib.import_module, ("fairseq.libbase", "fairseq.libnat", "alignment_train_cpu_binding")
-    )
+    names = ("fairseq.libbase", "fairseq.libnat", "alignment_train_cpu_binding")
+    libbase, libnat, alignment = map(importlib.import_module, names)
     assert libnat.compute_ed2([[1, 2, 3], [4]], [[1, 3], [4]]) == [1, 0]
     assert libbase.balanced_assignment(torch.tensor([[3.0, 1], [2, 0], [0, 5], [1, 4]])).tolist() == [0, 1, 2, 3]
     aligned = torch.zeros(1, 1, 2)
@@ -42,42 +45,32 @@ def test_numpy_compat():
     assert np.compat.long is int
 
 
-@looped("value", [argparse.Namespace(arch="x"), OmegaConf.create({"a": {"b": [1, 0.5, "c", True, None]}})], ids=type)
+def load(value, **options):
+    """Save and load a value as in a checkpoint."""
+    file = io.BytesIO()
+    torch.save({"value": value}, file, **options)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["value"]
+
+
+@looped("value", [argparse.Namespace(arch="x"), OmegaConf.create({"a": {"b": [1, 0.5, "c", True, None]}})])
 def test_checkpoint_types_load(value):
-    file = io.BytesIO()
-    torch.save({"value": value}, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True)["value"] == value
+    assert load(value) == value
 
 
-@looped("value", [np.float64(27.7), np.float32(0.5), np.int64(3), np.array([12, 7, 4, 2]), np.array([1.5])], ids=repr)
-def test_numbers_of_numpy_load(value):
+@looped("value", [np.float64(27.7), np.float32(0.5), np.int64(3), np.array([12, 7, 4, 2]), np.array([1.5])])
+def test_numbers_of_numpy_load_and_no_other_objects(value):
     """They are in checkpoints of `--eval-bleu --best-checkpoint-metric bleu`."""
-    file = io.BytesIO()
-    torch.save({"best": value}, file, pickle_protocol=2)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)["best"]
+    loaded = load(value, pickle_protocol=2)
     assert type(loaded) is type(value) and loaded.dtype == value.dtype and np.array_equal(loaded, value)
-
-
-def test_other_objects_of_numpy_do_not_load():
-    file = io.BytesIO()
-    torch.save({"best": np.array([print], dtype=object)}, file)
-    file.seek(0)
     with pytest.raises(pickle.UnpicklingError):
-        torch.load(file, weights_only=True)
+        load(np.array([print], dtype=object))
 
 
-@pytest.mark.parametrize("bf16, expected", [(True, False), (False, True)])
+@looped("bf16, expected", [(True, False), (False, True)])
 def test_bf16_is_not_taken_for_a_tpu(monkeypatch, bf16, expected):
-    config = OmegaConf.create(
-        {
-            "common": {"tpu": True, "bf16": bf16},
-            "distributed_training": {
-                "distributed_init_method": None, "distributed_world_size": 1, "ddp_backend": "legacy_ddp",
-            },
-        }
-    )  # fmt: skip
+    alone = {"distributed_init_method": None, "distributed_world_size": 1, "ddp_backend": "legacy_ddp"}
+    config = OmegaConf.create({"common": {"tpu": True, "bf16": bf16}, "distributed_training": alone})
     seen = []
     monkeypatch.setattr(distributed_utils, "infer_init_method", lambda *_: None)
     distributed_utils.call_main(config, lambda cfg: seen.append(cfg.common.tpu))
@@ -91,10 +84,39 @@ def test_huffman_codes():
     assert [node.symbol for node in coder.decode(coder.encode(words))] == words
 
 
-@pytest.mark.parametrize("kind", [MaskedLMDictionary, BertDictionary])
+@looped("kind", [MaskedLMDictionary, BertDictionary])
 def test_dictionaries_of_masked_models(kind, tmp_path):
     dictionary = kind()
     dictionary.add_symbol("word", 3)
     dictionary.save(str(tmp_path / "dict.txt"))
     loaded = kind.load(str(tmp_path / "dict.txt"))
     assert loaded.symbols == dictionary.symbols and loaded.count[loaded.index("word")] == 3
+
+
+# Messages that hide more important ones.
+
+
+def test_only_known_warnings_are_silenced():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        silence_known_warnings()
+        warnings.warn("hydra.experimental.compose() is no longer experimental. Use hydra.compose()", stacklevel=1)
+        warnings.warn("\nThe strict flag in the compose API is deprecated.\nSee https://hydra.cc", stacklevel=1)
+        assert not caught
+        warnings.warn("something about hydra.experimental", stacklevel=1)
+        warnings.warn("The strict flag in the compose API is deprecated", FutureWarning, stacklevel=1)
+        assert len(caught) == 2
+
+
+def test_an_error_that_says_what_is_wrong_is_not_replaced_by_its_cause():
+    """Only fairseq's own error is replaced by the reason that a model gives."""
+
+    def load(kind):
+        try:
+            raise ValueError("the model says why")
+        except ValueError as error:
+            raise kind("what is reported") from error
+
+    for kind, said in ((Exception, "the model says why"), (ValueError, "what is reported")):
+        with pytest.raises(ValueError, match=said):
+            show_what_a_model_refuses(load, kind)

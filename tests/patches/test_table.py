@@ -10,90 +10,60 @@ from fairseq_fwp.patches.__main__ import table
 from fairseq_fwp.patches.patch import PATCHES, find
 
 ROOT = Path(__file__).parents[2]
-# For each patch, the test that fails without it: here, and elsewhere.
+# For each patch, the test that fails without it.
 TESTS = {
-    "test_stack.py": {
-        "restore_numpy_compat": "test_numpy_compat",
-        "allow_checkpoint_types": "test_checkpoint_types_load",
-        "count_below_zero": "test_blocks_of_one_token",
-        "forget_tpu": "test_bf16_is_not_taken_for_a_tpu",
-        "restore_rindex": "test_huffman_codes",
-        "load_masked_dictionary": "test_dictionaries_of_masked_models",
-    },
-    "test_stock_models.py": {"give_hubert_its_option": "test_hubert_is_fine_tuned"},
-    "test_samples.py": {
-        "keep_last_batch": "test_every_index_is_in_one_batch",
-        "read_context_from_the_text": "test_a_context_is_that_of_the_text",
-        "separate_prompts": "test_a_prompt_does_not_depend_on_its_batch",
-        "forbid_in_each_sentence": "test_a_prompt_does_not_depend_on_its_batch",
-        "return_the_model": "test_a_model_prepared_for_inference_is_evaluated",
-        "keep_batches_of_first_epoch": "test_the_rest_of_an_epoch_and_the_next",
-    },
-    "test_training.py": {
-        "average_each_tensor_once": "test_averages_of_a_training",
-        "average_from_loaded_weights": "test_an_average_starts_from_the_weights_of_a_checkpoint",
-        "smooth_over_possible_words": "test_labels_are_smoothed_over_possible_words",
-        "save_bad_epochs": "test_a_resumed_training_counts_epochs_without_progress",
-        "load_bad_epochs": "test_a_resumed_training_counts_epochs_without_progress",
-        "save_patience": "test_a_resumed_training_counts_its_patience",
-        "load_patience": "test_a_resumed_training_counts_its_patience",
-    },
-    "test_messages.py": {
-        "silence_known_warnings": "test_only_known_warnings_are_silenced",
-    },
-    "test_table.py": {"hide_debugging": "test_the_table_is_what_is_patched"},
-    "test_launchers.py": {"join_launched_processes": "test_processes_of_torchrun_find_each_other"},
-    "test_damaged_files.py": {
-        "explain_other_files": "test_a_checkpoint_cut_anywhere",
-        "save_whole": "test_a_disk_that_is_full",
-        "copy_whole": "test_a_copy_on_a_full_disk_leaves_the_old_file",
-        "refuse_damaged_data": "test_texts",
-        "close_what_is_open": "test_texts",
-    },
-    "test_security.py": {
-        "load_weights_only": "test_they_are_refused_where_torch_would_run_them",
-        "evaluate_data_alone": "test_a_configuration_is_no_code",
-        "quote_path": "test_the_name_of_a_text_is_no_command",
-        "ask_before_code_of_hub": "test_a_data_folder_gets_no_code_of_a_repository",
-        "unpack_inside": "test_a_model_is_unpacked_inside_its_folder",
-    },
-    "test_dictionaries.py": {
-        "save_fingerprints": "test_what_a_fingerprint_tells_apart",
-        "refuse_in_evaluation": "test_nothing_is_evaluated_with_other_words",
-        "refuse_at_resume": "test_a_training_does_not_go_on_with_other_words",
-    },
-    "../models/test_language_model.py": {"name_the_linear_activation": "test_a_pickled_model_is_the_same"},
-    "../models/test_fwp_transformer.py": {"add_no_projection": "test_tied_embeddings_with_an_adaptive_softmax"},
-    "../synthetic/test_sequence_problems.py": {
-        "copy_data_in_each_epoch": "test_workers_make_the_samples_of_each_epoch",
-    },
-    "../cli/test_eval_lm.py": {
-        "refuse_impossible_tokens": "test_an_impossible_token_is_named",
-        "refuse_padding_in_text": "test_padding_in_a_text_is_refused",
-    },
-    "../test_commands.py": {
-        "refuse_unscored_tokens": "test_text_longer_than_the_model_is_refused",
-        "make_folder_of_log": "trained",
-        "name_shared_weights": "test_training_learns_and_says_nothing_alarming",
-        "count_diverse_beams_by_batch": "test_every_sentence_is_translated",
-        "keep_saved_options": "test_weights_that_compute_something_else_are_told_of",
-        "show_what_a_model_refuses": "test_flags_that_a_checkpoint_does_not_fit_are_named",
-    },
-    "../nightly/test_many_processes.py": {
-        "save_for_every_process": "test_states_in_mid_epoch_are_of_their_number_of_processes",
-    },
-    "../nightly/test_kill_and_resume.py": {
-        "step_after_validation": "test_a_finished_training_changes_nothing",
-        "end_what_is_finished": "test_a_finished_training_changes_nothing",
-    },
+    "restore_numpy_compat": "test_stack::test_numpy_compat",
+    "allow_checkpoint_types": "test_stack::test_checkpoint_types_load",
+    "count_below_zero": "test_stack::test_blocks_of_one_token",
+    "forget_tpu": "test_stack::test_bf16_is_not_taken_for_a_tpu",
+    "restore_rindex": "test_stack::test_huffman_codes",
+    "load_masked_dictionary": "test_stack::test_dictionaries_of_masked_models",
+    "give_hubert_its_option": "test_stock_models::test_hubert_is_fine_tuned",
+    "keep_last_batch": "test_samples::test_every_index_is_in_one_batch",
+    "read_context_from_the_text": "test_samples::test_a_context_is_that_of_the_text",
+    "separate_prompts forbid_in_each_sentence": "test_samples::test_a_prompt_does_not_depend_on_its_batch",
+    "return_the_model": "test_samples::test_a_model_prepared_for_inference_is_evaluated",
+    "keep_batches_of_first_epoch": "test_samples::test_the_rest_of_an_epoch_and_the_next",
+    "average_each_tensor_once": "test_training::test_averages_of_a_training",
+    "average_from_loaded_weights": "test_training::test_an_average_starts_from_the_weights_of_a_checkpoint",
+    "smooth_over_possible_words": "test_training::test_labels_are_smoothed_over_possible_words",
+    "save_bad_epochs load_bad_epochs": "test_training::test_a_resumed_training_counts_epochs_without_progress",
+    "save_patience load_patience": "test_training::test_a_resumed_training_counts_its_patience",
+    "silence_known_warnings": "test_stack::test_only_known_warnings_are_silenced",
+    "hide_debugging": "test_table::test_the_table_is_what_is_patched",
+    "join_launched_processes": "test_launchers::test_processes_of_torchrun_find_each_other",
+    "explain_other_files": "test_damaged_files::test_a_checkpoint_cut_anywhere",
+    "save_whole": "test_damaged_files::test_a_disk_that_is_full",
+    "copy_whole": "test_damaged_files::test_a_copy_on_a_full_disk_leaves_the_old_file",
+    "refuse_damaged_data close_what_is_open": "test_damaged_files::test_texts",
+    "load_weights_only": "test_security::test_they_are_refused_where_torch_would_run_them",
+    "evaluate_data_alone": "test_security::test_a_configuration_is_no_code",
+    "quote_path": "test_security::test_the_name_of_a_text_is_no_command",
+    "ask_before_code_of_hub": "test_security::test_a_data_folder_gets_no_code_of_a_repository",
+    "unpack_inside": "test_security::test_a_model_is_unpacked_inside_its_folder",
+    "save_fingerprints": "test_dictionaries::test_what_a_fingerprint_tells_apart",
+    "refuse_in_evaluation refuse_at_resume": "test_dictionaries::test_other_words_are_refused",
+    "name_the_linear_activation": "test_language_model::test_a_pickled_model_is_the_same",
+    "add_no_projection": "test_fwp_transformer::test_tied_embeddings_with_an_adaptive_softmax",
+    "copy_data_in_each_epoch": "test_sequence_problems::test_workers_make_the_samples_of_each_epoch",
+    "refuse_impossible_tokens": "test_eval_lm::test_an_impossible_token_is_named",
+    "refuse_padding_in_text": "test_eval_lm::test_padding_in_a_text_is_refused",
+    "refuse_unscored_tokens": "test_commands::test_text_longer_than_the_model_is_refused",
+    "make_folder_of_log": "test_commands::trained",
+    "name_shared_weights": "test_commands::test_training_learns_and_says_nothing_alarming",
+    "count_diverse_beams_by_batch": "test_commands::test_every_sentence_is_translated",
+    "keep_saved_options": "test_add_layer::test_weights_that_compute_something_else_are_told_of",
+    "show_what_a_model_refuses": "test_add_layer::test_flags_that_were_forgotten_are_named",
+    "save_for_every_process": "test_many_processes::test_states_in_mid_epoch_are_of_their_number_of_processes",
+    "step_after_validation end_what_is_finished": "test_kill_and_resume::test_a_finished_training_changes_nothing",
 }
 
 
 def test_each_patch_has_a_test_that_is_there():
-    for file, tests in TESTS.items():
-        source = (Path(__file__).parent / file).read_text(encoding="utf-8")
-        assert [name for name in tests.values() if f"def {name}(" not in source] == [], file
-    assert {name for tests in TESTS.values() for name in tests} == {entry.name for entry in PATCHES}
+    for file, _, test in (test.partition("::") for test in TESTS.values()):
+        (path,) = (ROOT / "tests").rglob(f"{file}.py")
+        assert f"def {test}(" in path.read_text(encoding="utf-8"), file
+    assert {*" ".join(TESTS).split()} == {entry.name for entry in PATCHES}
 
 
 def test_each_patch_has_a_reason():
@@ -117,9 +87,7 @@ def attributes():
 
 def full_name(symbol):
     owner, name = find(symbol)
-    return (
-        ".".join([owner.__name__] if inspect.ismodule(owner) else [owner.__module__, owner.__qualname__]) + f".{name}"
-    )
+    return f"{owner.__name__ if inspect.ismodule(owner) else f'{owner.__module__}.{owner.__qualname__}'}.{name}"
 
 
 def test_the_table_is_what_is_patched():

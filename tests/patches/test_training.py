@@ -1,5 +1,6 @@
 """Averages of weights over a training, and smoothed labels, are what their definitions say."""
 
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -9,10 +10,10 @@ from command_server import shared
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.optim.sgd import SGD
-from pairwise import looped
 from small_text import write_text
 
 DECAY, START = 0.75, 2
+slow = partial(pytest.param, marks=pytest.mark.slow)
 AVERAGE = ["--store-ema", "--ema-decay", DECAY, "--ema-start-update", START]
 BIAS = "decoder.adaptive_softmax.bias"
 
@@ -50,9 +51,7 @@ def check_averages(checkpoints, mean):
     assert any("draws" in name for name in mean)  # a whole number
 
 
-@pytest.mark.parametrize(
-    "flags", [[], ["--ema-fp32"], pytest.param(["--ema-fp32", "--bf16"], marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.parametrize("flags", [[], *map(slow, (["--ema-fp32"], ["--ema-fp32", "--bf16"]))], ids=" ".join)
 def test_averages_of_a_training(train, tmp_path, flags):
     train(tmp_path / "run", 2, *AVERAGE, *flags)
     checkpoints = train(tmp_path / "run", 4, *AVERAGE, *flags)
@@ -74,10 +73,9 @@ def start(train, tmp_path_factory):
     return folder / "checkpoint.pt"
 
 
-@looped("flags", [[], ["--ema-fp32"]])
+@pytest.mark.parametrize("flags", [["--ema-fp32"], slow([])], ids=" ".join)
 def test_an_average_starts_from_the_weights_of_a_checkpoint(train, start, tmp_path, flags):
-    folder = tmp_path / f"run{len(flags)}"
-    checkpoints = train(folder, 3, "--finetune-from-model", start, *AVERAGE, *flags)
+    checkpoints = train(tmp_path / "run", 3, "--finetune-from-model", start, *AVERAGE, *flags)
     check_averages(checkpoints, torch.load(start, weights_only=True)["model"])
     assert checkpoints[2]["extra_state"]["ema"][BIAS].isneginf().nonzero().flatten().tolist() == [0, 1]
 
