@@ -144,13 +144,6 @@ def test_words_that_both_give_no_probability(criterion):
         criterion(build_model("softmax_lm_wt103"))(student, sample)
 
 
-@looped("distillation", ["attention", "distribution"])
-def test_a_model_has_nothing_to_learn_of_itself(criterion, distillation):
-    model = build_model("delta_lm_wt103")
-    loss, _, _ = criterion(model, distillation=distillation)(model, language_sample())
-    assert abs(loss) < 1e-10
-
-
 # Flags of the teacher, settings of the criterion, words of the sentence
 # fmt: off
 WRONG = [

@@ -133,16 +133,6 @@ def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplo
     )
 
 
-def test_what_is_not_in_the_flags_is_left_to_fairseq(folder, tmp_path):
-    _, out = run(folder, "Transformer-XL")
-    state = torch.load(out)
-    del state["model"]["decoder.fast_weight_layer.first.bias"]
-    torch.save(state, tmp_path / "damaged.pt")
-    flags = ["--fwl-base", "fwp_xl_lm", "--fwl-map-inputs", "--fwl-fast-weights", "none", *SIZES]
-    with pytest.raises(Exception, match="Cannot load model parameters from checkpoint"):
-        train(folder, tmp_path, *FINE_TUNING, "--finetune-from-model", tmp_path / "damaged.pt", *flags)
-
-
 # The checkpoint, the data, words of the sentence
 REFUSALS = [
     ("no last norm", "data", "the model must end with a layer normalisation, got --no-decoder-final-norm: train"),

@@ -220,11 +220,8 @@ def test_from_the_command_line(folder, tmp_path):
 REFUSALS = {
     "no checkpoint there": (["none.pt", "data"], r"there is no checkpoint .*none\.pt$"),
     "a folder for a checkpoint": ([".", "data"], r"there is no checkpoint .*: it is a folder"),
-    "another kind of file": (["text/test.txt", "data"], r"test\.txt must be a complete checkpoint"),
-    "somebody else's tensors": (["foreign.pt", "data"], r"foreign\.pt must be a checkpoint of fairseq, got"),
     "a list for weights": (["list.pt", "data"], r"list\.pt must be a checkpoint of fairseq, got .* a model"),
     "other settings": (["settings.pt", "data"], r"settings\.pt must be a checkpoint of fairseq, got .* its settings"),
-    "half a checkpoint": (["half.pt", "data"], r"half\.pt must be a complete checkpoint"),
     "diverged": (["diverged.pt", "data"], r"probabilities must be above 0, got nan for the token '\w+': the model"),
     "impossible": (["impossible.pt", "data"], r"probabilities must be above 0, got 0 for the token '</s>': the model"),
     "padding": (["delta.pt", "padded"], r"words in \S+test.bin must not be <pad>, .*, got 1 of them: remove"),
@@ -280,9 +277,6 @@ MISUSES = [
 @pytest.fixture(scope="module")
 def damaged(folder):
     """The folder with the files that REFUSALS names."""
-    whole = (folder / "delta.pt").read_bytes()
-    (folder / "half.pt").write_bytes(whole[: len(whole) // 2])
-    torch.save({"weight": torch.zeros(3)}, folder / "foreign.pt")
     (folder / "bytes").mkdir()
     (folder / "bytes" / "dict.txt").write_bytes(b"\xff\xfe 1\n")
     for name, tokens in (("empty", []), ("padded", [5, 1, 6, 2])):
