@@ -41,7 +41,7 @@ RESUMED = {
     "translation by fairseq's own model": ([*jobs.TRANSLATION, "--arch", "transformer", *LOG], 3),
     "fairseq's own language model": ([*BLOCKS, "--arch", "transformer_lm", *SIZE, *CROSS_ENTROPY], 5),
 }
-FAST = ("blocks", "streams")
+FAST = ("blocks", "streams", "translation by fairseq's own model")
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def test_a_configuration_is_no_code(tmp_path, canary):
 
 
 def test_settings_mean_what_they_meant_and_code_is_refused():
-    """Some options are evaluated twice, as --left-pad-source: fairseq expects a TypeError for what is no string."""
+    """Some options are evaluated twice, as --left-pad-source: fairseq expects a TypeError unless it is a string."""
     for text in ("[(512, 3)] * 2 + [(1, -2)]", "(0.9, 0.98)", "1e-3,2", " {'a': [True, None]}"):
         assert data.evaluate(text) == eval(text)
     assert utils.eval_str_list("1,2.5") == [1.0, 2.5] and utils.eval_str_list(0.5) == [0.5]
