@@ -31,32 +31,39 @@ def pairwise(when: Callable[[Case], bool] = lambda case: True, **factors: Sequen
     return chosen
 
 
-def looped(names: str | Sequence[str], values: Sequence[Any], ids: Any = None) -> Callable[[Callable], Callable]:
+Values = Sequence[Any] | Callable[..., Sequence[Any]]
+
+
+def looped(names: str | Sequence[str], values: Values, ids: Any = None) -> Callable[[Callable], Callable]:
     """Run a test with each of the values as one case; arguments as for pytest.mark.parametrize.
 
     For values that are not the subject of a test: an error names the value. Random numbers are the same for each.
+    values: or a function that returns them, of arguments that are cases, which the test may take too.
     """
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    asked = dict(inspect.signature(values).parameters) if callable(values) else {}
 
     def decorate(test: Callable) -> Callable:
+        signature = inspect.signature(test)
+
         @functools.wraps(test)
         def over_all(**arguments: Any) -> None:
             seeds = random.getstate(), np.random.get_state(), torch.get_rng_state()
-            for value in values:
+            given = {name: value for name, value in arguments.items() if name in signature.parameters}
+            for value in values(**{name: arguments[name] for name in asked}) if callable(values) else values:
                 random.setstate(seeds[0])
                 np.random.set_state(seeds[1])
                 torch.set_rng_state(seeds[2])
                 case = dict(zip(listed, value if len(listed) > 1 else (value,), strict=True))
                 try:
-                    test(**arguments, **case)
+                    test(**given, **case)
                 except BaseException as error:
                     if hasattr(error, "add_note"):  # Python 3.11
                         error.add_note(f"with {case}")
                     raise
 
-        signature = inspect.signature(test)
-        left = [parameter for name, parameter in signature.parameters.items() if name not in listed]
-        over_all.__signature__ = signature.replace(parameters=left)
+        taken = {name: parameter for name, parameter in signature.parameters.items() if name not in listed}
+        over_all.__signature__ = signature.replace(parameters=list((taken | asked).values()))
         return over_all
 
     return decorate

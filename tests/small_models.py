@@ -19,11 +19,17 @@ from omegaconf import OmegaConf
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.fast_weight_layer.layer import PACE
 from fairseq_fwp.models.presets import PRESETS
+from fairseq_fwp.modules.attention import FastWeightState
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.synthetic.model import RETRIEVAL_PRESETS, FwpAssociativeRetrieval, FwpAssociativeRetrievalConfig
 
 SMALL = {"decoder_layers": 2, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4}
 SEGMENT = 4  # tokens
+# Large heads: normalisation of a few numbers enlarges their rounding in half precision.
+WIDE = {"decoder_key_dim": 12, "decoder_value_dim": 12}
+HEADS = {"decoder_attention_heads": 2, "decoder_value_heads": 4}
+ROTARY = {"attention_softmax_heads": 2, "attention_kv_heads": 1, "attention_qkv_bias": True}
+ROTARY["attention_rope_theta"] = 100.0
 
 # The kinds of models that all laws are tried with: an architecture, and flags.
 LANGUAGE_MODELS = {
@@ -33,12 +39,8 @@ LANGUAGE_MODELS = {
         for rule in UPDATE_RULES
         if f"{rule}_lm_wt103" not in PRESETS
     },
-    # Large heads: normalisation of a few numbers enlarges their rounding in half precision.
-    "DeltaNet": ("delta_net_lm_tiny", {"decoder_key_dim": 12, "decoder_value_dim": 12}),
-    "Gated DeltaNet": (
-        "gated_deltanet_lm_tiny",
-        {"decoder_attention_heads": 2, "decoder_value_heads": 4, "decoder_key_dim": 8, "decoder_value_dim": 16},
-    ),
+    "DeltaNet": ("delta_net_lm_tiny", WIDE),
+    "Gated DeltaNet": ("gated_deltanet_lm_tiny", {**HEADS, "decoder_key_dim": 8, "decoder_value_dim": 16}),
     "KDA": ("kda_lm_tiny", {"decoder_attention_heads": 2, "output_gate_rank": 8, "decay_lower_bound": -5.0}),
     "RWKV-7": ("rwkv7_lm_tiny", {"decoder_layers": 3, "decoder_attention_heads": 2}),
     "local": ("softmax_lm_wt103", {"attention_window": 3}),
@@ -52,18 +54,7 @@ LANGUAGE_MODELS = {
     "softmax last": ("fwp_lm", {"softmax_layers": "1", "sum_normalization": True}),
     "softmax first": ("gated_delta_lm_wt103", {"softmax_layers": "0"}),
     "local last": ("fwp_lm", {"softmax_layers": "1", "attention_window": 3, "attention_normalization": True}),
-    "rotary last": (
-        "delta_net_lm_tiny",
-        {
-            "softmax_layers": "1",
-            "attention_softmax_heads": 2,
-            "attention_kv_heads": 1,
-            "attention_qkv_bias": True,
-            "attention_rope_theta": 100.0,
-            "decoder_key_dim": 12,
-            "decoder_value_dim": 12,
-        },
-    ),
+    "rotary last": ("delta_net_lm_tiny", {"softmax_layers": "1", **ROTARY, **WIDE}),
     "softmax and recurrence": ("delta_rnn_lm_wt103", {"softmax_layers": "0", "no_token_positional_embeddings": True}),
 }
 TRANSFORMER_XL = {
@@ -149,6 +140,16 @@ def build(kind: str, **flags):
     return build_model(arch, **{"tokens_per_sample": SEGMENT, **own, **flags})
 
 
+def numbers_in(state):
+    """Return the numbers in a tree of tensors, as the paper counts those of a state: without z and masks."""
+    if isinstance(state, torch.Tensor):
+        return state.numel() if state.is_floating_point() else 0
+    if isinstance(state, FastWeightState):
+        state = state._replace(normalizer=None)
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return sum(map(numbers_in, values))
+
+
 def log_probs(model, tokens, **kwargs):
     return model.get_normalized_probs(model(tokens, **kwargs), log_probs=True)
 
@@ -173,14 +174,19 @@ def by_steps(model, tokens, pieces=None, **kwargs):
     return torch.cat(scores, 1)
 
 
-def train(model, optimizer, segments, state=None):
-    """Return the losses of updates on successive segments, and the last state; drawn as fairseq seeds each update."""
+def loss_of(model, segment, state=None):
+    """Return the loss of a language model on a segment, and the state after it."""
+    out = model(segment[:, :-1], state=state)
+    scores = model.get_normalized_probs(out, log_probs=True)
+    return -scores.gather(2, segment[:, 1:, None]).mean(), out[1]["state"].detach()
+
+
+def train(model, optimizer, batches, state=None, loss_of=loss_of):
+    """Return the losses of successive updates, and the last state; each update has a seed, as in fairseq."""
     losses = []
-    for segment in segments:
-        torch.manual_seed(int(segment.sum()))
-        out = model(segment[:, :-1], state=state)
-        state = out[1]["state"].detach()
-        loss = -model.get_normalized_probs(out, log_probs=True).gather(2, segment[:, 1:, None]).mean()
+    for update, batch in enumerate(batches):
+        torch.manual_seed(update)
+        loss, state = loss_of(model, batch, state)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -188,24 +194,23 @@ def train(model, optimizer, segments, state=None):
     return losses, state
 
 
-def check_resumed(build, segments, carry=True):
+def check_resumed(build, batches, loss_of=loss_of):
     """Train a model that `build()` returns; saved in the middle and loaded, the next losses have the same bits."""
-    model, half = build().train(), len(segments) // 2
+    model, half = build().train(), len(batches) // 2
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    _, state = train(model, optimizer, segments[:half])
+    _, state = train(model, optimizer, batches[:half], loss_of=loss_of)
     assert all(parameter.grad is not None for parameter in model.parameters())
-    state, file = state if carry else None, io.BytesIO()
+    file = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict(), state], file)
-    expected, _ = train(model, optimizer, segments[half:], state)
+    expected, _ = train(model, optimizer, batches[half:], state, loss_of)
     file.seek(0)
     weights, moments, state = torch.load(file, weights_only=True)
     resumed = build().train()
     resumed.load_state_dict(weights)
     optimizer = torch.optim.Adam(resumed.parameters(), lr=1e-3)
     optimizer.load_state_dict(moments)
-    assert train(resumed, optimizer, segments[half:], state)[0] == expected
+    assert train(resumed, optimizer, batches[half:], state, loss_of)[0] == expected
     assert torch.tensor(expected).isfinite().all()
-    return resumed.eval()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp import ops
+from fairseq_fwp.ops.fast_weights import Inputs, fast_weights, reference_of
 
 # The laws hold for any inputs: FWP_TEST_SEED=$RANDOM bash tests/run.sh uses others.
 SEED = int(os.environ.get("FWP_TEST_SEED", "0"))
@@ -60,25 +61,35 @@ RULES = {
     "fwm": dataclasses.replace(rule("fwm", beta=PER_TOKEN), kernel=False),
 }
 WITH_KERNEL = [name for name, rule in RULES.items() if rule.kernel]
-# Cases of the family's operator that no rule here needs: optional inputs, and whether it erases.
+
+
+def combination(erases: bool = False, **gates: tuple[str, ...]) -> Rule:
+    """Return a case of the family's operator and its step."""
+
+    def reference(**given: Any) -> tuple[Tensor, Tensor]:
+        made = Inputs(**given, erases=erases)
+        return reference_of(made)(*made.tokens, state=made.state, first=made.first)
+
+    return Rule(functools.partial(fast_weights, erases=erases), reference, gates)
+
+
+REMOVAL = {"removal_key": PER_KEY, "removal": PER_KEY}
+# Those that no rule here needs.
 COMBINATIONS = {
-    "erases without a rate": ({}, True),
-    "erases without a rate, decay": ({"decay": PER_TOKEN}, True),
-    "a rate alone": ({"rate": PER_TOKEN}, False),
-    "a rate, decay by key": ({"decay": PER_KEY, "rate": PER_TOKEN}, False),
-    "value decay alone": ({"value_decay": PER_VALUE}, False),
-    "value decay and decay": ({"decay": PER_TOKEN, "value_decay": PER_VALUE}, False),
-    "removal without decay": ({"removal_key": PER_KEY, "removal": PER_KEY}, False),
-    "removal, rate and decay": (
-        {"decay": PER_TOKEN, "rate": PER_TOKEN, "removal_key": PER_KEY, "removal": PER_KEY},
-        False,
-    ),
+    "erases without a rate": combination(erases=True),
+    "erases without a rate, decay": combination(erases=True, decay=PER_TOKEN),
+    "a rate alone": combination(rate=PER_TOKEN),
+    "a rate, decay by key": combination(decay=PER_KEY, rate=PER_TOKEN),
+    "value decay alone": combination(value_decay=PER_VALUE),
+    "value decay and decay": combination(decay=PER_TOKEN, value_decay=PER_VALUE),
+    "removal without decay": combination(**REMOVAL),
+    "removal, rate and decay": combination(decay=PER_TOKEN, rate=PER_TOKEN, **REMOVAL),
 }
 # Gates with the share of the memory that is kept.
 FADING = {"gate", "decay", "key_decay", "value_decay"}
 # Sizes with states in registers, with the quadratic form at the start, and with neither.
 BIT_SHAPES = [(3, 2, 200, 16, 16), (2, 2, 150, 64, 64), (2, 1, 140, 256, 64), (2, 1, 150, 17, 33), (3, 1, 200, 40, 3)]
-LAYOUTS = ("contiguous", "tokens_first", "sliced", "expanded")
+LAYOUTS = ("contiguous", "tokens_first", "sliced", "expanded", "odd")
 # Of `check_errors`. Tensor cores truncate a sum after its last place, where the reference rounds it.
 FLOOR = torch.finfo(torch.float32).eps
 DRAWS, CLEAR = 8, 0.85
@@ -107,13 +118,15 @@ def sample_inputs(
     forgetful: bool = False,
     seed: int = 0,
 ) -> dict[str, Tensor | None]:
-    """Return arguments of a rule by name. Keys are normalised as in a layer (their sum is one), rates are in (0, 1).
+    """Return arguments of a rule, or of one of COMBINATIONS, by name.
+
+    Keys are normalised as in a layer (their sum is one), rates are in (0, 1).
 
     ``forgetful``: keys of length one in all directions, with which the delta rule forgets within about Dk tokens, and
     rounding errors of the reference with them.
     """
     batch, heads, _, key_size, value_size = shape
-    generator = generator_of(seed)
+    generator, of = generator_of(seed), (RULES | COMBINATIONS)[rule]
 
     def draw(*size: int, kind: Callable[..., Tensor] = torch.randn) -> Tensor:
         if layout == "expanded":
@@ -124,7 +137,8 @@ def sample_inputs(
         if layout == "sliced":
             drawn = kind(*size[:2], 2 * size[2], *(3 * n for n in size[3:]), generator=generator, dtype=torch.float64)
             return drawn.to(dtype)[(..., slice(None, None, 2), *[slice(None, None, 3)] * (len(size) - 3))]
-        return kind(*size, generator=generator, dtype=torch.float64).to(dtype)
+        drawn = kind(*size, generator=generator, dtype=torch.float64).to(dtype)
+        return at_odd_offset(drawn) if layout == "odd" else drawn
 
     sizes = dict(zip(("B", "H", "L", "Dk", "Dv"), shape, strict=True)) | {"N": STEPS}
 
@@ -133,30 +147,19 @@ def sample_inputs(
 
     inputs: dict[str, Tensor | None] = {}
     inputs["q"] = draw(*size(*PER_KEY))
-    key_shape = size(*RULES[rule].key)
+    key_shape = size(*of.key)
     inputs["k"] = draw(*key_shape, kind=torch.rand) / (key_size / 2 or 1)
     if forgetful:
         directions = torch.randn(key_shape, generator=generator, dtype=torch.float64)
         inputs["k"] = torch.nn.functional.normalize(directions, dim=-1).to(dtype)
-    inputs["v"] = draw(*size(*RULES[rule].value))
-    for gate, names in RULES[rule].gates.items():
+    inputs["v"] = draw(*size(*of.value))
+    for gate, names in of.gates.items():
         inputs[gate] = draw(*size(*names), kind=torch.rand)
         if gate in ("removal_key", "removal"):  # of length one, as removal keys are
             inputs[gate] = inputs[gate] / (key_size / 2 or 1)
     initial = torch.randn(batch, heads, key_size, value_size, generator=generator, dtype=torch.float64)
-    inputs["state"] = initial.to(state_dtype(dtype)) if state else None
-    return inputs
-
-
-def sample_combination(name: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return arguments of the operator by name, without `erases`."""
-    generator = generator_of(0)
-    inputs = {name: x for name, x in sample_inputs("sum", shape, dtype).items() if x is not None}
-    for gate, names in COMBINATIONS[name][0].items():
-        size = [dict(zip(("B", "H", "L", "Dk", "Dv"), shape, strict=True))[letter] for letter in names]
-        inputs[gate] = torch.rand(size, generator=generator, dtype=torch.float64).to(dtype)
-    for name in {"removal_key", "removal"} & inputs.keys():
-        inputs[name] = inputs[name] / (shape[3] / 2)
+    initial = initial.to(state_dtype(dtype))
+    inputs["state"] = (at_odd_offset(initial) if layout == "odd" else initial) if state else None
     return inputs
 
 
@@ -268,15 +271,3 @@ def check_accuracy(
         ]
 
     check_errors(f"{rule}, {shape}, {dtype}, {options}", draw, {})
-
-
-def check_gradient_of_one_output(rule: str, inputs: dict[str, Tensor | None], index: int) -> None:
-    """Check the gradients of only out (index 0) or only the final state (1) against the reference."""
-    leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
-    weight = cotangents(inputs)[index]
-    expected, found = (
-        torch.autograd.grad(function(**leaves)[index], list(leaves.values()), weight, materialize_grads=True)
-        for function in (RULES[rule].reference, kernel_or_auto(rule))
-    )
-    for name, x, truth in zip(leaves, found, expected, strict=True):
-        torch.testing.assert_close(x, truth, msg=name)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from emulator import NAMES, Given
-from subjects import COMBINATIONS, RULES, cotangents, operands, sample_combination, sample_inputs
+from subjects import COMBINATIONS, RULES, cotangents, operands, sample_inputs
 from torch import Tensor
 
 from fairseq_fwp.ops.fast_weights import Inputs, reference_of
@@ -20,8 +20,8 @@ def make_case(rule: str, shape: Sequence[int], dtype: torch.dtype, **options: ob
 
 def make_combination(name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[Given, bool]:
     """Return the same for cases that no rule here needs."""
-    given = sample_combination(name, shape, dtype)
-    return {name: given[name] for name in NAMES if name in given}, COMBINATIONS[name][1]
+    given = sample_inputs(name, shape, dtype)
+    return {name: given[name] for name in NAMES if name in given}, COMBINATIONS[name].function.keywords["erases"]
 
 
 def as_double(given: Given) -> Given:

@@ -20,6 +20,7 @@ from small_models import (
     configure,
     log_probs,
     make_dictionary,
+    numbers_in,
     random_tokens,
 )
 
@@ -46,24 +47,6 @@ def test_reading_teaches(kind):
         assert torch.equal(scores, slow)
     else:
         assert (scores[:, 1:] - slow[:, 1:]).abs().amax((0, 2)).min() > 1e-6
-
-
-def test_gradients_at_carried_weights_are_others_after_a_segment():
-    """They agree in the first segment and at the start of the second, which has learned only from the first."""
-    model, other, tokens = build_layer("XL, carried"), build_layer("Transformer-XL"), random_tokens(2, 8)
-    other.load_state_dict(model.state_dict())
-    ours, theirs = (by_segments(either, tokens)[0] for either in (model, other))
-    torch.testing.assert_close(ours[:, :5], theirs[:, :5])
-    assert (ours[:, 5:] - theirs[:, 5:]).abs().amax((0, 2)).min() > 1e-6
-
-
-@looped("kind", FAST_WEIGHT_LAYERS)
-@looped("last", [1, 3])
-def test_features_of_the_last_tokens(kind, last):
-    decoder, tokens = build(kind).decoder, random_tokens(2, 4)
-    torch.testing.assert_close(
-        decoder.extract_features(tokens, last=last)[0], decoder.extract_features(tokens)[0][:, -last:]
-    )
 
 
 def assert_all_equal(model, weights, but=()):
@@ -125,14 +108,15 @@ def test_fine_tuning_makes_the_weights_of_a_layer_fast():
 
 def test_learned_steps_are_left_out_where_there_are_none_to_learn(caplog):
     """A layer that no longer learns, or learns with one step size for all weights, drops its step sizes."""
-    trained, tokens = build_layer("local"), random_tokens(2, 4)
+    trained, tokens = build_layer("local"), random_tokens(2, 12)
     trained.decoder.fast_weight_layer.log_step_sizes.data.fill_(math.log(0.05 / STEP_SIZE) / PACE)
-    slow, fixed = build_layer("local, none"), build_layer("local", fwl_step_size=0.05, fwl_decay=1.0)
+    trained.decoder.fast_weight_layer.decay_logits.data.zero_()
+    slow, fixed = build_layer("local, none"), build_layer("local", fwl_step_size=0.05, fwl_decay=0.5)
     with caplog.at_level(logging.INFO):
         for model in (slow, fixed):
             model.load_state_dict(trained.state_dict(), strict=True)
     assert caplog.text.count("log_step_sizes is dropped") == caplog.text.count("decay_logits is dropped") == 2
-    torch.testing.assert_close(log_probs(fixed, tokens), log_probs(trained, tokens))
+    torch.testing.assert_close(by_segments(fixed, tokens)[0], by_segments(trained, tokens)[0])
     trained.decoder.fast_weight_layer.log_step_sizes.data.fill_(-1e9)
     torch.testing.assert_close(log_probs(slow, tokens), log_probs(trained, tokens))
     fixed.load_state_dict(slow.state_dict(), strict=True)  # one trained without fast weights takes them on
@@ -175,21 +159,14 @@ def test_half_of_the_loss_below_it():
 @looped("kind", FAST_WEIGHT_LAYERS)
 def test_the_state_is_counted(kind):
     """It is the number of elements in the state after a segment and a carried one."""
-
-    def numbers(value):
-        if isinstance(value, torch.Tensor):
-            return value.numel() if value.is_floating_point() else 0
-        values = value.values() if isinstance(value, dict) else value
-        return sum(map(numbers, values)) if value is not None else 0
-
     model = build(kind)
     layer = model.decoder.fast_weight_layer
     _, state = by_segments(model, random_tokens(1, 8))
-    assert numbers(state.layers[-1]) == layer.state_size(4, carried=True)
+    assert numbers_in(state.layers[-1]) == layer.state_size(4, carried=True)
     below = type(model.decoder).__bases__[1].state_size(model.decoder, 4, True)
     assert model.decoder.state_size(4, True) == layer.state_size(4, True) + below
     _, state = by_segments(model, random_tokens(1, 4))
-    assert numbers(state.layers[-1]) == layer.state_size(4)
+    assert numbers_in(state.layers[-1]) == layer.state_size(4)
 
 
 @looped(("kind", "backend"), [("layer on delta", {"fwp_backend": "auto"}), ("layer on projected", {})])

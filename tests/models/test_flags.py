@@ -31,13 +31,8 @@ def test_every_option_of_every_model_stands_once_on_the_page():
 
 
 def test_tasks_and_criterions_stand_on_the_page():
-    page = flags.page()
-    for words in (
-        "## Flags of the task fwp_language_modeling",
-        "| `--carry-state` | switch | off |",
-        "| `--teacher` |",
-    ):
-        assert words in page
+    rows = ("## Flags of the task fwp_language_modeling", "| `--carry-state` | switch | off |", "| `--teacher` |")
+    assert all(row in flags.page() for row in rows)
     cutoff = {"adaptive_softmax_cutoff": "20000,40000,200000"}
     assert flags.differences("delta_lm_wt103") == {"sum_normalization": True} | cutoff
 

@@ -12,7 +12,6 @@ from small_models import (
     SMALL,
     build,
     build_model,
-    by_segments,
     by_steps,
     configure,
     log_probs,
@@ -57,47 +56,16 @@ def test_flags_reach_the_layer(flags, attribute, value):
     assert attrgetter(attribute)(build_model("fwp_lm", **flags).decoder.layers[0].self_attn) == value
 
 
-def test_a_checkpoint_of_an_earlier_version_is_built_with_the_defaults_of_new_options():
-    config = OmegaConf.to_container(configure("delta_lm_wt103", **SMALL))
+def test_options_of_checkpoints():
+    """Those that an earlier version did not have get their defaults. A number in --model-overrides is a layer."""
+    config = plain(configure("fwp_lm", **SMALL)) | {"softmax_layers": 1}
     for name in ("decoder_key_dim", "norm_read_out", "favor_draw"):
         del config[name]
     config = OmegaConf.create(config)
     OmegaConf.set_struct(config, True)
     model = FwpLanguageModel.build_model(config, Namespace(target_dictionary=make_dictionary(50)))
     assert model.decoder.layers[0].self_attn.read_out_norm is None and "norm_read_out" not in config
-
-
-def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation():
-    model, tokens = build_model("delta_favor_lm_wt103"), random_tokens(2, 5)
-    maps = [layer.self_attn.feature_map for layer in model.decoder.layers]
-    for mode, draws in ((False, 1), (True, 2), (True, 3), (False, 3)):
-        model.train(mode)(tokens)
-        assert [int(feature_map.draws) for feature_map in maps] == [draws, draws]
-
-
-# Memory.
-
-
-def test_decoding_memory_is_constant_for_every_rule():
-    tokens = random_tokens(2, 12)
-    for rule in (*UPDATE_RULES, "softmax"):
-        model, state, sizes = build_model("fwp_lm", decoder_update_rule=rule), {}, []
-        for t in range(12):
-            model(tokens[:, : t + 1], incremental_state=state)
-            ((kept, _read),) = state.values()
-            sizes.append(sum(part.numel() for layer in kept.layers for part in layer if part is not None))
-        assert len(set(sizes)) == (12 if rule == "softmax" else 1)
-
-
-@pytest.mark.parametrize("arch", ["delta_lm_wt103", "sum_lm_wt103"])
-def test_no_tensor_grows_faster_than_the_sequence(largest_tensor, arch):
-    model = build_model(arch, fwp_backend="auto", max_target_positions=8192)
-    largest = {}
-    for length in (1024, 4096):
-        with largest_tensor() as mode, torch.no_grad():
-            model(random_tokens(1, length))
-        largest[length] = mode.largest
-    assert largest[4096] <= 4 * largest[1024] < 1024**2
+    assert isinstance(model.decoder.layers[1].self_attn, SoftmaxAttention)
 
 
 # Positions.
@@ -154,7 +122,7 @@ def test_no_normalisation_after_the_last_block():
 # Biases and initial weights.
 
 
-@pytest.mark.parametrize("rule", ["softmax", *UPDATE_RULES])
+@looped("rule", ["softmax", *UPDATE_RULES])
 def test_biases_of_the_attention(rule):
     flags = {"decoder_update_rule": rule, "sum_normalization": rule in ("delta", "fwm"), "decoder_layers": 1}
     model, tokens = build_model("fwp_lm", attention_bias=True, **flags), random_tokens(2, 7)
@@ -279,52 +247,6 @@ def test_a_hybrid_is_put_together_of_layers_of_two_models(shared, rule):
         assert torch.equal(x, out)
 
 
-def test_the_state_is_the_sum_of_those_of_its_layers():
-    """For 9 tokens softmax has 2 D numbers a token, at most those of a window, and fast weights H Dk Dv."""
-    model = build_model("fwp_lm", softmax_layers="1")
-    _, extra = model(random_tokens(1, 9))
-    fast, softmax = extra["state"].layers
-    assert model.decoder.state_size(9) == fast.weights.numel() + softmax.keys.numel() + softmax.values.numel()
-    assert model.decoder.state_size(9) == 4 * 4 * 4 + 2 * 9 * 16
-    local = build_model("fwp_lm", softmax_layers="1", attention_window=3)
-    assert local.decoder.state_size(9) == local.decoder.state_size(9, carried=True) == 4 * 4 * 4 + 2 * 3 * 16
-
-
-def test_documents_are_packed_where_every_layer_takes_them():
-    softmax = (({"softmax_layers": layers}, False) for layers in ("1", "0,1"))
-    for flags, packs in (
-        ({}, True),
-        ({"decoder_update_rule": "time_mix"}, True),
-        ({"decoder_update_rule": "delta_rnn", "sum_normalization": True}, True),
-        *softmax,
-    ):
-        assert build_model("fwp_lm", **flags).decoder.packs_documents == packs
-        assert not build_model("fwp_lm", **{"softmax_layers": "1", **flags}, attention_window=3).decoder.packs_documents
-
-
-@looped("kind", ["RWKV-7", "Gated DeltaNet"])
-def test_packed_documents_have_the_scores_and_the_state_of_each_alone(kind):
-    """Attention, convolutions, token shifts and the values of the first layer see no other document, nor padding."""
-    model, lengths = build(kind, tokens_per_sample=16), [3, 1, 5]
-    documents = [random_tokens(1, length) for length in lengths]
-    expected, states = zip(*(by_segments(model, tokens, 16) for tokens in documents), strict=True)
-    packed, first = torch.full((1, 11), model.decoder.padding_idx), torch.zeros(1, 11, dtype=torch.bool)
-    places = torch.tensor([1, 2, 4, 5, 6, 7, 8, 9, 10])  # a padded token before, and one in a document
-    packed[:, places], first[0, [5, 6]] = torch.cat(documents, 1), True
-    out = model(packed, first=first)
-    scores = model.get_normalized_probs(out, log_probs=True)
-    torch.testing.assert_close(scores[:, places], torch.cat(expected, 1))
-    more = random_tokens(1, 3)
-    torch.testing.assert_close(log_probs(model, more, state=out[1]["state"]), log_probs(model, more, state=states[-1]))
-    if kind == "RWKV-7":
-        features = model.decoder.extract_features(packed, last=2, first=first)[0]
-        torch.testing.assert_close(features, out[0][:, -2:])
-        numbers = sum(
-            part.numel() for part in torch.utils._pytree.tree_leaves(out[1]["state"].layers) if part is not None
-        )
-        assert model.decoder.state_size(9) == numbers
-
-
 def test_values_are_shared_from_the_first_layer_of_rwkv7():
     """Below it may be softmax; without that layer's values a later one would use its own."""
     model = build("RWKV-7", softmax_layers="0", decoder_layers=4)
@@ -335,10 +257,3 @@ def test_values_are_shared_from_the_first_layer_of_rwkv7():
     with torch.no_grad():
         others[-1].value[2].bias.fill_(-torch.inf)  # mixes nothing
     assert not torch.allclose(log_probs(model, tokens), before)
-
-
-def test_a_number_in_model_overrides_is_a_layer():
-    """Options of a checkpoint may have another type."""
-    config = OmegaConf.create(plain(configure("fwp_lm", **SMALL)) | {"softmax_layers": 1})
-    model = FwpLanguageModel.build_model(config, Namespace(target_dictionary=make_dictionary(50)))
-    assert isinstance(model.decoder.layers[1].self_attn, SoftmaxAttention)

@@ -9,34 +9,42 @@ from types import ModuleType
 import pytest
 import torch
 from pairwise import looped
-from small_models import build_model, build_retrieval, build_translation, log_probs, random_tokens
+from small_models import build_model, build_retrieval, build_translation, random_tokens
 
 from fairseq_fwp.modules import layers
 from fairseq_fwp.modules.attention import FORMER_NAMES
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+
+LANGUAGE_MODELS = ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"]
+TRANSLATIONS = ["softmax_mt_wmt14_en_de", "delta_mt_wmt14_en_de", "sum_favor_mt_wmt14_en_de"]
 
 
-@looped("arch", ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"])
+@looped("arch", [*LANGUAGE_MODELS, *TRANSLATIONS])
 def test_many_tokens_take_onednn_where_torch_is_slow(arch, monkeypatch):
     """Loss and gradients are the same; a step of decoding, for which it is not faster, does not take it."""
-    model, tokens = build_model(arch, adaptive_softmax_cutoff="20,40").float(), random_tokens(8, layers.MIN_ROWS // 8)
+    flags = {"dropout": 0.0} if arch in TRANSLATIONS else {"adaptive_softmax_cutoff": "20,40"}
+    model = (build_translation if arch in TRANSLATIONS else build_model)(arch, **flags).float()
+    tokens = random_tokens(8, layers.MIN_ROWS // 8)
     found, products, product = [], [], layers._product
     with monkeypatch.context() as patch:
         patch.setattr(layers, "_product", lambda *tensors: products.append(1) or product(*tensors))
         for slow in (False, True):
             patch.setattr(layers, "mkl_is_slow", lambda slow=slow: slow)
-            loss = log_probs(model, tokens)[..., 7].sum()
-            found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+            copied = copy.deepcopy(model).train(arch in TRANSLATIONS)
+            out = copied(tokens[:, :7], None, tokens) if arch in TRANSLATIONS else copied(tokens)
+            loss = copied.get_normalized_probs(out, log_probs=True)[..., 7].sum()
+            found.append((loss, *torch.autograd.grad(loss, list(copied.parameters()))))
             # Of each linear layer: the product, the gradient of its input and that of its weight.
             assert len(products) >= slow * 3 * 8
             assert slow or not products
-        for ours, theirs in zip(*found, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
         model.make_generation_fast_()
-        state = {}
-        model(tokens, incremental_state=state)
+        read, state = {"encoder_out": model.encoder(tokens)} if arch in TRANSLATIONS else {}, {}
+        model.decoder(tokens, incremental_state=state, **read)
         products.clear()
-        model(torch.cat([tokens, tokens[:, :1]], 1), incremental_state=state)
+        model.decoder(torch.cat([tokens, tokens[:, :1]], 1), incremental_state=state, **read)
         assert not products
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
 
 
 PICKLED = {
@@ -48,18 +56,38 @@ PICKLED = {
 }
 
 
+def with_inputs(arch, **flags):
+    """Return a model of any kind, and what it reads."""
+    if "transformer" in arch or "_mt_" in arch:
+        return build_translation(arch, **flags), (random_tokens(2, 5), None, random_tokens(2, 5))
+    if "retrieval" in arch:
+        return build_retrieval(arch, **flags), [torch.randint(6, (2, 5)) for _ in range(3)]
+    return build_model(arch, **flags), (random_tokens(2, 5),)
+
+
 @looped("arch", PICKLED)
 def test_a_pickled_model_is_the_same(arch):
     """As torch.save of a model, and processes that are spawned, need it."""
-    if "transformer" in arch:
-        model, inputs = build_translation(arch, **PICKLED[arch]), (random_tokens(2, 5), None, random_tokens(2, 5))
-    elif "retrieval" in arch:
-        model, inputs = build_retrieval(arch), [torch.randint(6, (2, 5)) for _ in range(3)]
-    else:
-        model, inputs = build_model(arch, **PICKLED[arch]), (random_tokens(2, 5),)
+    model, inputs = with_inputs(arch, **PICKLED[arch])
     for same in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         for found, expected in zip(same(*inputs)[:1], model(*inputs)[:1], strict=True):
             assert torch.equal(found, expected)
+
+
+DRAWING = [("delta_favor_lm_wt103", {}, 2), ("sum_favor64_retrieval", {}, 1)]
+DRAWING += [("sum_favor_mt_wmt14_en_de", {"checkpoint_activations": again}, 6) for again in (False, True)]
+
+
+@looped("arch, flags, count", DRAWING)
+def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation(arch, flags, count):
+    """Nor does it draw where activations are computed again. Each map has a matrix of its own."""
+    model, inputs = with_inputs(arch, **flags)
+    maps = [module for module in model.modules() if type(module) is FEATURE_MAPS["favor"]]
+    for mode, draws in ((False, 1), (True, 2), (True, 3), (False, 3)):
+        out = model.train(mode)(*inputs)
+        (out if isinstance(out, torch.Tensor) else out[0]).sum().backward()
+        assert {int(feature_map.draws) for feature_map in maps} == {draws}
+    assert len({feature_map.projection.sum().item() for feature_map in maps}) == len(maps) == count
 
 
 @pytest.mark.parametrize(("kind", "former"), FORMER_NAMES, ids=lambda x: getattr(x, "__name__", None))

@@ -25,13 +25,21 @@ from small_models import (
     configure,
     log_probs,
     make_dictionary,
+    numbers_in,
     random_tokens,
 )
 
 from fairseq_fwp.modules.layers import Dropout
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-every_model = pytest.mark.parametrize("kind", MODELS)
+TABLES = {"decoder": LANGUAGE_MODELS, "Transformer-XL": TRANSFORMER_XL, "fast weight layer": FAST_WEIGHT_LAYERS}
+
+
+def every_model(test):
+    """One case a table."""
+    return pytest.mark.parametrize("table", TABLES)(looped("kind", lambda table: TABLES[table])(test))
+
+
 # Positions depend on where a segment ends, so that the last one must be whole.
 BY_SEGMENT = ("positions from the end",)
 # Segments of any lengths are the whole text; Transformer-XL needs a memory of all of it.
@@ -44,7 +52,7 @@ GROWING |= {"rotary last", "softmax and recurrence", "no recurrence", "layerwise
 GROWING |= {"layer on softmax", "layer on hybrid"}
 
 
-@every_model
+@pytest.mark.parametrize("kind", MODELS)
 @looped("pieces, carried", [([3, 1, 1, 2, 9], True), ([6, 1, 9], False)])
 def test_decoding_is_reading_by_segments(kind, pieces, carried):
     """It holds in any pieces, over ends of segments, from a state and from none."""
@@ -54,8 +62,8 @@ def test_decoding_is_reading_by_segments(kind, pieces, carried):
     torch.testing.assert_close(by_steps(model, tokens, pieces, state=state), expected)
 
 
-@pytest.mark.parametrize("kind", INVISIBLE)
-@looped("lengths", [[5, 4], [2, 6, 1], [1] * 9])
+@looped("kind", INVISIBLE)
+@looped("lengths", [[2, 6, 1], [1] * 9])
 def test_segments_are_the_whole(kind, lengths):
     """For Transformer-XL this says, through several layers, that the memory has the inputs of each."""
     memory = {"mem_len": 8} if kind in TRANSFORMER_XL else {}
@@ -86,7 +94,7 @@ SEARCHED = ("delta", "delta_rnn", "softmax", "local", "softmax last", "relative"
 SEARCHED += ("layer on local", "layer on Transformer-XL", "layer on adaptive", "layer on hybrid")
 
 
-@pytest.mark.parametrize("kind", SEARCHED)
+@looped("kind", SEARCHED)
 @looped("beam", [1, 3])
 def test_beam_search_scores_equal_rescoring(kind, beam):
     """It holds with prompts of two lengths in the batch."""
@@ -108,20 +116,73 @@ def test_beam_search_scores_equal_rescoring(kind, beam):
 
 @every_model
 def test_padding_changes_no_score_here_or_later(kind):
-    """It is on the left, on the right and between tokens."""
+    """It is on the left, on the right and between tokens, and a row has nothing else."""
     model = build(kind, tokens_per_sample=16)
-    rows = [random_tokens(1, n) for n in (6, 4, 5, 1)]
-    batch = torch.full((4, 9), model.decoder.padding_idx)
-    places = [torch.arange(9)[3:], torch.arange(4), torch.tensor([0, 1, 4, 5, 8]), torch.tensor([8])]
-    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
-        batch[row, place] = tokens[0]
-    more = random_tokens(4, 3)
-    scores, state = by_segments(model, batch, 9)
-    after, _ = by_segments(model, more, 3, state)
-    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
-        expected, own = by_segments(model, tokens, tokens.shape[1])
-        torch.testing.assert_close(scores[row, place], expected[0])
-        torch.testing.assert_close(after[row], by_segments(model, more[row : row + 1], 3, own)[0][0])
+    before, more = random_tokens(5, 2), random_tokens(5, 3)
+    places = [torch.arange(9)[3:], torch.arange(4), torch.tensor([0, 1, 4, 5, 8]), torch.tensor([8]), torch.arange(0)]
+    batch = torch.full((5, 9), model.decoder.padding_idx)
+    for row, place in enumerate(places):
+        batch[row, place] = random_tokens(len(place))
+    scores, _ = by_segments(model, torch.cat([before, batch, more], 1), [2, 9, 3])
+    for row, place in enumerate(places):
+        tokens = torch.cat([before[row], batch[row, place], more[row]]).unsqueeze(0)
+        lengths = [length for length in (2, len(place), 3) if length]
+        expected = by_segments(model, tokens, lengths)[0][0]
+        kept = torch.cat([torch.arange(2), 2 + place, torch.arange(11, 14)])
+        if not len(place) and kind in FAST_WEIGHT_LAYERS:  # an empty segment ends the one before it, too
+            kept, expected = kept[:2], expected[:2]
+        torch.testing.assert_close(scores[row, kept], expected)
+
+
+@every_model
+def test_packed_documents_have_the_scores_and_the_state_of_each_alone(kind):
+    """Attention, convolutions, token shifts and the values of the first layer see no other document, nor padding.
+
+    Features may be those of the last tokens only.
+    """
+    model, tokens = build(kind, tokens_per_sample=16), random_tokens(2, 9)
+    whole, last = (model.decoder.extract_features(tokens, last=count)[0] for count in (None, 2))
+    torch.testing.assert_close(last, whole[:, -2:])
+    packs = kind in LANGUAGE_MODELS and kind not in {*GROWING, *BY_SEGMENT, "local", "local last"}
+    assert model.decoder.packs_documents == packs
+    if not packs:
+        return
+    documents = [random_tokens(1, length) for length in (3, 1, 5)]
+    expected, states = zip(*(by_segments(model, tokens, 16) for tokens in documents), strict=True)
+    packed, first = torch.full((1, 11), model.decoder.padding_idx), torch.zeros(1, 11, dtype=torch.bool)
+    places = torch.tensor([1, 2, 4, 5, 6, 7, 8, 9, 10])  # a padded token before, and one in a document
+    packed[:, places], first[0, [5, 6]] = torch.cat(documents, 1), True
+    out = model(packed, first=first)
+    scores, state = model.get_normalized_probs(out, log_probs=True), out[1]["state"]
+    torch.testing.assert_close(scores[:, places], torch.cat(expected, 1))
+    more = random_tokens(1, 3)
+    torch.testing.assert_close(log_probs(model, more, state=state), log_probs(model, more, state=states[-1]))
+    features = model.decoder.extract_features(packed, last=2, first=first)[0]
+    torch.testing.assert_close(features, out[0][:, -2:])
+
+
+@every_model
+def test_what_decoding_keeps_has_a_bound_where_a_state_can_be_carried(kind):
+    """With or without a memory, Transformer-XL keeps no more than it and a segment. A window counts as its tokens."""
+    model, tokens, kept, sizes = build(kind), random_tokens(1, 16), {}, []
+    for end in range(1, 17):
+        model(tokens[:, :end], incremental_state=kept)
+        sizes.append(numbers_in(kept))
+    assert (max(sizes[:12]) == max(sizes)) == (kind in TRANSFORMER_XL or kind not in GROWING)
+    if kind in ("local", "local last"):
+        assert model.decoder.state_size(2, carried=True) == model.decoder.state_size(16)
+    elif kind in LANGUAGE_MODELS:
+        assert model.decoder.state_size(16) == numbers_in(kept)
+
+
+@looped("kind", ["delta", "sum", "local"])
+def test_no_tensor_grows_faster_than_the_sequence(kind, largest_tensor):
+    model, largest = build(kind, fwp_backend="auto", max_target_positions=8192), {}
+    for length in (1024, 4096):
+        with largest_tensor() as mode:
+            model(random_tokens(1, length))[0].sum().backward()
+        largest[length] = mode.largest
+    assert largest[4096] <= 4 * largest[1024] < 1024**2
 
 
 @every_model
@@ -138,23 +199,23 @@ def test_the_past_does_not_depend_on_the_future(kind):
 @every_model
 def test_it_is_trained_saved_and_resumed_with_its_state(kind):
     """The next losses are the same to the last bit, with dropout; every parameter has a gradient."""
-    check_resumed(lambda: build(kind), random_tokens(6, 2, 5))
+    updates = 6 if kind in FAST_WEIGHT_LAYERS else 4  # its decays have a gradient from the third segment on
+    check_resumed(lambda: build(kind), random_tokens(updates, 2, 5))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in FAST_WEIGHT_LAYERS])
-@looped("dtype", [torch.bfloat16, torch.float16])
+@looped("kind", [*LANGUAGE_MODELS, *TRANSFORMER_XL])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(kind, dtype):
     """Errors are small next to what attention contributes; the loss of a large batch does not overflow float16."""
     model, tokens = build(kind, tokens_per_sample=16), random_tokens(2, 12)
-    share = (
-        0.01 if dtype == torch.float16 else 0.5 if "dpfp" in kind else 0.05
-    )  # DPFP divides by features close to zero
+    # DPFP divides by features close to zero.
+    share = 0.01 if dtype == torch.float16 else 0.5 if "dpfp" in kind else 0.05
     half = check_half_precision(model, dtype, lambda model: by_segments(model, tokens)[0], share)
     features, extra = half(tokens)
     assert features.dtype == log_probs(half, tokens).dtype == torch.float32
     for layer in extra["state"].layers if kind in UPDATE_RULES else ():
         assert all(part is None or part.dtype == torch.float32 for part in layer)
-    if dtype == torch.float16:
+    if dtype == torch.float16 and kind in ("delta", "clusters", "adaptive inputs", "relative", "adaptive"):
         logits, targets = half.decoder.adaptive_softmax(features.repeat(1500, 1, 1), tokens.repeat(1500, 1))
         loss = torch.nn.functional.cross_entropy(logits[0], targets[0], reduction="sum")
         assert loss.isfinite() and loss > 65504  # the largest number
@@ -195,15 +256,12 @@ def test_dropout_is_where_the_paper_has_it(kind):
 NO_DROPOUT = {"dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("kind", "flag"),
-    [
-        *(("softmax", flag) for flag in (*NO_DROPOUT, "final_dropout")),
-        *(("local", "attention_dropout"), ("relative", "attention_dropout"), ("shaw", "attention_dropout")),
-        ("clusters", "adaptive_softmax_dropout"),
-        ("adaptive inputs", "adaptive_softmax_dropout"),
-    ],
-)
+ACTING = [("softmax", flag) for flag in (*NO_DROPOUT, "final_dropout")]
+ACTING += [(kind, "attention_dropout") for kind in ("local", "relative", "shaw")]
+ACTING += [(kind, "adaptive_softmax_dropout") for kind in ("clusters", "adaptive inputs")]
+
+
+@looped("kind, flag", ACTING)
 def test_each_dropout_acts_in_training_and_only_there(kind, flag):
     """In evaluation scores are those of the same weights without it; --retain-dropout keeps it."""
     model, plain = build(kind, **{**NO_DROPOUT, flag: 0.5}), build(kind, **NO_DROPOUT)
@@ -239,11 +297,7 @@ UNUSED = [
     ("delta_net_lm_tiny", {"decay_rank": 1, "rate_rank": 2, "value_rank": 3},
      ["decay_rank", "rate_rank", "value_rank"]),
     ("decay_lm_wt103", {"normalization_epsilon": 0.1}, ["normalization_epsilon"]),
-    (
-        "sum_lm_wt103",
-        {"attention_normalization_read_out_only": True},
-        ["attention_normalization_read_out_only"],
-    ),
+    ("sum_lm_wt103", {"attention_normalization_read_out_only": True}, ["attention_normalization_read_out_only"]),
     ("delta_dpfp_lm_wt103", {"dpfp_nu": 2}, []),
     ("softmax_lm_wt103", {"attention_window": 3}, []),
     ("delta_lm_wt103", {"attention_window": 3}, ["attention_window"]),
@@ -334,6 +388,11 @@ REFUSED = [
     ("shaw_biased", {"clamp_len": -1}, "--clamp-len must be at least 1 with --decoder-positions shaw_biased.*"),
     ("relative", {"decoder_attention_heads": 3},
      "--decoder-embed-dim must be divisible by --decoder-attention-heads, got 16 and 3"),
+    ("delta", {"attention_normalization": True, "decoder_update_rule": "rwkv7"},
+     "--attention-normalization must be left out for the update rule rwkv7, where it is not defined: .*"),
+    ("delta", {"attention_normalization": True, "decoder_update_rule": "kda"},
+     ".* it erases and forgets, so only its output can be normalised"),
+    ("delta", {"decoder_feature_map": "tanh"}, ".*features must not be negative for sum and attention normalisation.*"),
     ("relative", {"div_val": 0, "adaptive_softmax_cutoff": "10"}, "--div-val must be at least 1, got 0"),
     ("relative", {"div_val": 17, "adaptive_softmax_cutoff": "10"},
      "--decoder-embed-dim must be at least 17, which is --div-val to the power of the number of cutoffs, got 16"),
@@ -352,14 +411,6 @@ def test_a_smaller_output_dictionary_is_refused(arch):
     task = Namespace(source_dictionary=make_dictionary(50), target_dictionary=make_dictionary(30))
     with pytest.raises(ValueError, match=r"--output-dictionary-size must be left out .* got 30"):
         ARCH_MODEL_REGISTRY[arch].build_model(configure(arch, **SMALL), task)
-
-
-@looped("kind", ["delta", "softmax", "relative"])
-def test_generation_is_not_bound_to_the_length_of_training_samples(kind):
-    model, prompt = build(kind), random_tokens(1, 3)
-    generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=2, min_len=20, max_len_b=20)
-    ((best, _),) = generator.generate([model], {"net_input": {"src_tokens": prompt}}, prefix_tokens=prompt)
-    assert len(best["tokens"]) == 21  # and the end of the line
 
 
 @looped("kind", ["delta", "relative"])

@@ -10,7 +10,6 @@ from small_models import (
     build_model,
     build_translation,
     configure,
-    log_probs,
     random_tokens,
 )
 
@@ -90,41 +89,40 @@ TRANSLATIONS = {
 }
 
 
-@looped("case", LANGUAGE_MODELS)
+def options_of(arch, **flags):
+    """Return the options as in a checkpoint, or of a command line for translations."""
+    if arch in ("fwp_transformer", "transformer"):
+        return {**SMALL_TRANSLATION, "share_all_embeddings": True, "arch": arch, **flags}
+    return plain(configure(arch, **{**SMALL, **flags}))
+
+
+@looped("case", LANGUAGE_MODELS | {f"translation: {case}": pair for case, pair in TRANSLATIONS.items()})
 def test_options_are_named_where_weights_compute_something_else(case):
     """It names all differing options that change scores, and no others."""
-    trained, others = LANGUAGE_MODELS[case]
-    model, other = (build_model("fwp_lm", **{**trained, **flags}) for flags in ({}, others))
-    other.load_state_dict(model.state_dict())
-    before, after = (plain(configure("fwp_lm", **{**SMALL, **trained, **flags})) for flags in ({}, others))
-    found, tokens = FwpLanguageModel.differences(before, after), random_tokens(2, 9)
+    translates = case.startswith("translation")
+    trained, others = TRANSLATIONS[case.removeprefix("translation: ")] if translates else LANGUAGE_MODELS[case]
+    given, tokens = (trained, {**trained, **others}), random_tokens(2, 9)
+    if translates:
+        kind, arch, models = FwpTransformerModel, "fwp_transformer", [build_translation(**flags) for flags in given]
+    else:
+        kind, arch, models = FwpLanguageModel, "fwp_lm", [build_model("fwp_lm", **flags) for flags in given]
+    models[1].load_state_dict(models[0].state_dict())
+    before, after = (options_of(arch, **flags) for flags in given)
+    found = kind.differences(before, after)
     if case == "draw":  # what is drawn next: these weights have been
         assert found == {"favor_draw": ("orthogonal", "gaussian")}
         return
-    assert found == ({name: (before[name], after[name]) for name in others} if found else {})
-    assert bool(found) == (not torch.allclose(log_probs(model, tokens), log_probs(other, tokens)))
-
-
-def options_of(arch="fwp_transformer", **flags):
-    """Return the options as in a checkpoint or a command line."""
-    return {**SMALL_TRANSLATION, "share_all_embeddings": True, "arch": arch, **flags}
-
-
-@looped("case", TRANSLATIONS)
-def test_options_are_named_where_translations_differ(case):
-    trained, others = TRANSLATIONS[case]
-    model, other = build_translation(**trained), build_translation(**{**trained, **others})
-    other.load_state_dict(model.state_dict())
-    found = FwpTransformerModel.differences(options_of(**trained), options_of(**{**trained, **others}))
-    source, target = random_tokens(2, 6), random_tokens(2, 7)
-    same = torch.allclose(*(each(source, None, target)[0].log_softmax(-1) for each in (model, other)))
-    assert (found.keys() == others.keys() if found else True) and bool(found) == (not same)
+    assert found.keys() == (others.keys() if found else set())
+    assert translates or found == {name: (before[name], after[name]) for name in found}
+    inputs = (tokens, None, tokens) if translates else (tokens,)
+    scores = [model.get_normalized_probs(model(*inputs), log_probs=True) for model in models]
+    assert bool(found) == (not torch.allclose(*scores))
 
 
 def test_a_checkpoint_of_fairseqs_own_transformer_has_softmax_attention():
     saved = options_of("transformer")
-    assert FwpTransformerModel.differences(saved, options_of(**ALL_SOFTMAX)) == {}
-    given = options_of(**{**ALL_SOFTMAX, "encoder_feature_map": "elu"})
+    assert FwpTransformerModel.differences(saved, options_of("fwp_transformer", **ALL_SOFTMAX)) == {}
+    given = options_of("fwp_transformer", **{**ALL_SOFTMAX, "encoder_feature_map": "elu"})
     assert FwpTransformerModel.differences(saved, given) == {"encoder_feature_map": ("softmax", "elu")}
 
 

@@ -1,19 +1,20 @@
 """Laws of the causal attentions: every rule and map of the tables, softmax, local and Transformer-XL's."""
 
 import copy
-import pickle
-from itertools import product
+import itertools
+import re
 
 import pytest
 import torch
 from attentions import half_precision_error, memories, random, read, rule_inputs
 from pairwise import looped, pairwise
+from torch.nn import functional as F
 
 from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
-from fairseq_fwp.modules.attention.relative import LearnedDistances, RelativeAttention, SinusoidalDistances
+from fairseq_fwp.modules.attention.relative import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.attention.softmax import LocalAttention, SoftmaxAttention
 from fairseq_fwp.modules.attention.time_mix import TimeMix
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -71,11 +72,13 @@ MODERN = {
     },
 }  # fmt: skip
 KINDS = FAST_WEIGHTS + list(MODERN) + list(BASELINES)
+PACKING = FAST_WEIGHTS + list(MODERN) + [("delta_rnn",), ("time_mix",)]
 HALF_ERROR = 0.02
-every_attention = pytest.mark.parametrize("kind", KINDS, ids="-".join)
+every_attention = looped("kind", KINDS)
 
 
 def build(kind, **options):
+    """Return a layer in float64. A baseline has no options."""
     if kind in BASELINES:
         return BASELINES[kind]().double().eval()
     rule, feature_map, normalization = kind
@@ -126,15 +129,64 @@ def test_an_output_depends_on_no_later_token_and_on_no_padding(kind):
         torch.testing.assert_close(y[:, places], expected)
         assert y.isfinite().all()
         torch.testing.assert_close(layer(more, state)[0], layer(more, expected_state)[0])
+    if kind in FAST_WEIGHTS:  # gates are 1 at padding, where rules that forget keep everything
+        _, after = layer(x, expected_state, torch.ones(2, 6, dtype=torch.bool))
+        assert all(old is new is None or torch.equal(old, new) for old, new in zip(expected_state, after, strict=True))
+
+
+@looped("kind", PACKING)
+@looped("padded, backend", [(False, "reference"), (True, "auto")])
+def test_packed_documents_are_read_as_if_alone(kind, padded, backend):
+    """Documents shorter and longer than a convolution; in pieces; with padding anywhere."""
+    layer, x, first = build(kind, backend=backend), random(2, 12, DIM), torch.zeros(2, 12, dtype=torch.bool)
+    starts = ([0, 5, 6, 8, 12], [0, 4, 12])
+    for row, (_, *inner, _) in enumerate(starts):
+        first[row, inner] = True
+    alone = [
+        [layer(x[row : row + 1, begin:end]) for begin, end in itertools.pairwise(places)]
+        for row, places in enumerate(starts)
+    ]
+    expected = torch.cat([torch.cat([y for y, _ in documents], 1) for documents in alone])
+    mask, places = None, torch.arange(12)
+    if padded:
+        places = torch.tensor([1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 16])
+        mask = torch.ones(2, 18, dtype=torch.bool).index_fill(1, places, False)
+        x, first = random(2, 18, DIM).index_copy(1, places, x), torch.zeros_like(mask).index_copy(1, places, first)
+    y, state = layer(x, None, mask, first)
+    torch.testing.assert_close(y[:, places], expected)
+    for row, (*_, (_, last)) in enumerate(alone):
+        for ours, theirs in zip(state, last, strict=True):
+            assert ours is theirs is None or torch.allclose(ours[row : row + 1], theirs)
+    state, outs = None, []
+    for piece in torch.arange(x.shape[1]).split(4):
+        out, state = layer(x[:, piece], state, None if mask is None else mask[:, piece], first[:, piece])
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 1)[:, places], y[:, places])
+
+
+def test_a_document_may_begin_and_end_at_padding():
+    """A beginning that stands at padding empties the state too."""
+    layer, x = build(("delta", "silu", "DeltaNet")), random(1, 5, DIM)
+    first = torch.tensor([[False, False, True, False, False]])
+    _, state = layer(x, None, torch.tensor([[False, False, True, True, True]]), first)
+    assert not state.recent.any() and not state.weights.any()
+    assert layer(x[:, :0], state, None, first[:, :0])[1].recent.shape == (1, 3, 3 * DIM)
+
+
+@looped("kind", [kind for kind in KINDS if kind[0] not in ("relative", "shaw")])  # their decoder counts the memory
+def test_the_size_of_the_state(kind):
+    """It has a bound where the attention says so; z does not count."""
+    layer = build(kind)
+    _, state = layer(random(1, 3, DIM))
+    counted = [part for name, part in state._asdict().items() if name != "normalizer" and part is not None]
+    assert layer.state_size(3) == sum(part.numel() for part in counted)
+    assert (layer.state_size(99) == layer.state_size(50, carried=True)) == layer.constant_state
 
 
 @every_attention
-def test_copies_and_transforms_of_functions(kind):
-    """A pickled layer is the same; gradients of each sample and derivatives in forward mode are those of autograd."""
+def test_transforms_of_functions(kind):
+    """Gradients of each sample and derivatives in forward mode are those of autograd."""
     layer, x = build(kind), random(3, 1, 5, DIM)
-    for same in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
-        assert torch.equal(same(x[0])[0], layer(x[0])[0])
-        assert getattr(same, "rule", None) is getattr(layer, "rule", None)
     parameters = dict(layer.named_parameters())
     values = {name: parameter.detach() for name, parameter in parameters.items()}
     along = {name: torch.randn_like(value) for name, value in values.items()}
@@ -162,7 +214,7 @@ def test_half_precision_and_autocast(kind, dtype):
 
     The state of fast weights is in float32.
     """
-    layer = build(kind, **({} if kind in BASELINES else {"backend": "auto"})).float()
+    layer = build(kind, backend="auto").float()
     x = torch.randn(8, 12, DIM)
     expected = layer(x)[0]
     with torch.autocast("cpu", dtype):
@@ -179,21 +231,27 @@ def test_half_precision_and_autocast(kind, dtype):
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 @looped("carried", [False, True])
 def test_it_is_the_papers_equations(rule, carried):
-    """With every map and normalisation: out = W q, divided by z . q, from the layer's own projections."""
-    for kind, backend in product([kind for kind in FAST_WEIGHTS if kind[0] == rule], ("reference", "auto")):
-        layer, x = build(kind, backend=backend), random(2, 7, DIM)
+    """With every map and normalisation: out = W q, divided by z . q, from the layer's own projections.
+
+    The public code normalises and scales what is read.
+    """
+    options = ({"backend": "reference"}, {"backend": "auto", "norm_read_out": True, "scale_read_out": True})
+    for kind, given in itertools.product([kind for kind in FAST_WEIGHTS if kind[0] == rule], options):
+        layer, x = build(kind, **given), random(2, 7, DIM)
         q, k, v, gates = rule_inputs(layer, x)
         attention = layer.attention_normalization
         size = (2, HEADS, layer.feature_map.feature_dim)
         state = (random(*size, DIM // HEADS), random(*size).abs() + 0.5) if carried else None
-        given = FastWeightState(state[0], state[1] if attention else None) if carried else None
-        found, last = layer(x, given)
+        found, last = layer(x, FastWeightState(state[0], state[1] if attention else None) if carried else None)
         divided = attention and not attention.read_out_only
         outs = []
         for t, (w, z) in enumerate(memories(rule, k, v, gates, divided, state)):
             divisor = (q[:, :, t] * z).sum(-1, keepdim=True).clamp(min=1e-6) if attention else 1
             outs.append(read(q[:, :, t], w) / divisor)
-        expected = layer.out_proj(torch.stack(outs, 2).transpose(1, 2).flatten(2))
+        out = torch.stack(outs, 2).transpose(1, 2)
+        if "norm_read_out" in given:
+            out = F.layer_norm(out, (4,)) / 4**0.5
+        expected = layer.out_proj(out.flatten(2))
         torch.testing.assert_close(found, expected, msg=lambda said, kind=kind: f"{kind}: {said}")
         torch.testing.assert_close(last.weights, w)
         if attention:
@@ -228,74 +286,6 @@ def test_short_sequences_are_read_by_their_scores(kind, length, by_scores):
     reads = (2 if layer.attention_normalization and layer.rule.forgets else 1) * (1 if by_scores else 3)
     assert len(visits) == reads  # tokens after a state visit it
     assert (layer(x, None, padding, keep_state=False)[1] is None) == by_scores
-
-
-def test_refusals():
-    elu, identity = FEATURE_MAPS["elu"](4), FEATURE_MAPS["identity"](4)
-    for error, message, attempt in (
-        (ValueError, "must be divisible by `num_heads`, got 12 and 5", lambda: FastWeightAttention(12, 5, elu, "sum")),
-        (ValueError, "`embed_dim` must be divisible by `num_heads`, got 12 and 0", lambda: SoftmaxAttention(12, 0)),
-        (ValueError, "rule must be one of sum, gated, .*, got 'hebb'", lambda: FastWeightAttention(12, 3, elu, "hebb")),
-        (TypeError, r"must be a FeatureMap such as .*, got str", lambda: FastWeightAttention(12, 3, "elu", "sum")),
-        (ValueError, r"x must have shape \(B, L, D\), got \(7, 12\)", lambda: build(FAST_WEIGHTS[0])(random(7, 12))),
-        *(
-            (ValueError, "features must not be negative", lambda options=NORMALIZATIONS[name]: FastWeightAttention(
-                12, 3, identity, "sum", **options
-            ))
-            for name in ("sum", "attention")
-        ),
-    ):  # fmt: skip
-        with pytest.raises(error, match=message):
-            attempt()
-
-
-def test_a_padded_token_leaves_the_memory_as_it_is():
-    """Rules that forget keep everything at padding: their gates are 1 there."""
-    for kind in FAST_WEIGHTS:
-        layer, x = build(kind), random(2, 4, DIM)
-        _, state = layer(x)
-        _, after = layer(x, state, torch.ones(2, 4, dtype=torch.bool))
-        for ours, theirs in zip(after, state, strict=True):
-            assert ours is theirs is None or torch.equal(ours, theirs), kind
-
-
-def test_options_of_the_public_code():
-    x = random(2, 5, DIM)
-    plain, scaled, normed = (
-        build(("delta", "elu", "both"), **options)
-        for options in ({}, {"scale_read_out": True}, {"norm_read_out": True})
-    )
-    for layer in (plain, scaled, normed):
-        layer.load_state_dict(plain.state_dict(), strict=False)
-        layer.out_proj.weight.data.copy_(torch.eye(DIM))
-    out = plain(x)[0]
-    torch.testing.assert_close(scaled(x)[0], out / 2)  # 1 / sqrt(12 / 3)
-    heads = normed(x)[0].unflatten(-1, (HEADS, -1))
-    torch.testing.assert_close(heads.mean(-1), torch.zeros(2, 5, HEADS, dtype=torch.float64))
-    torch.testing.assert_close(torch.nn.functional.layer_norm(out.unflatten(-1, (HEADS, -1)), (4,)), heads)
-
-
-def test_epsilons_reach_every_divisor():
-    """With a huge epsilon every divisor is that number, or grows by it."""
-    x = random(2, 5, DIM)
-    for add in (False, True):
-        attention = AttentionNormalization(100.0, add)
-        layer = build(
-            ("delta", "elu", "both"), sum_normalization=SumNormalization(100.0, add), attention_normalization=attention
-        )
-        q, k, v, _ = rule_inputs(layer, x)
-        bare = build(("delta", "elu", "neither"))
-        bare.load_state_dict(layer.state_dict())
-        plain = rule_inputs(bare, x)[0]
-        sums = plain.sum(-1, keepdim=True)
-        torch.testing.assert_close(q, plain / (sums + 100 if add else 100.0))
-        divisor, key, value, z = attention.apply(layer.rule, q, k, v, [], None, backend="reference")
-        torch.testing.assert_close(divisor, (k.cumsum(2) * q).sum(-1) + 100 if add else torch.full_like(divisor, 100))
-        root = (1 + 99 * (torch.arange(5) > 0)).sqrt().double()[:, None]  # nothing is retrieved for the first token
-        if not add:
-            torch.testing.assert_close(key * root, k)
-            torch.testing.assert_close(value, v * root)
-        assert z.untyped_storage().nbytes() == z.numel() * z.element_size()  # not a slice of all sums
 
 
 @looped(
@@ -343,14 +333,6 @@ def test_long_memories_survive_half_precision(rule, logit):
     assert (found - expected).norm() < 0.01 * expected.norm(), (found - expected).norm() / expected.norm()
 
 
-@looped("dtype", [torch.bfloat16, torch.float16])
-@looped("normalization", NORMALIZATIONS)
-def test_options_in_half_precision(normalization, dtype):
-    layer = build(("delta", "elu", normalization), backend="auto", norm_read_out=True, scale_read_out=True).to(dtype)
-    out = layer(torch.randn(2, 6, DIM).to(dtype))[0]
-    assert out.dtype == dtype and out.isfinite().all()
-
-
 def test_uniform_gate_initialisation():
     opened = uniform_gate_bias(4000).sigmoid()
     assert 1 / 4000 <= opened.min() < 0.01 and 0.99 < opened.max() <= 1 - 1 / 4000
@@ -393,3 +375,205 @@ def test_a_layer_compiles_into_one_graph(rule):
     backend = "aot_eager" if rule in ("sum", "delta") else "eager"  # operators and maps have tests of their own
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     torch.testing.assert_close(compiled(x)[0], layer(x)[0])
+
+
+# Softmax attentions.
+
+
+def scores_by_definition(layer, x):
+    """Return v (B, H, S, d) and all scores (B, H, S, S), of Su et al. 2021 and of Dai et al. 2019, Secs. 3.3 and 4.2.
+
+    Heads of queries share those of keys; a pair of rotated numbers is a complex number, turned by its place.
+    """
+    size, count = DIM // layer.num_heads, x.shape[1]
+    parts = layer.in_proj(x).split(getattr(layer, "sizes", [DIM] * 3), -1)
+    q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
+    k, v = (part.repeat_interleave(layer.num_heads // part.shape[1], 1) for part in (k, v))
+    distance = torch.arange(count)[:, None] - torch.arange(count)
+    if isinstance(layer, RelativeAttention):
+        positions = layer.positions
+        scores, at = q @ k.mT, distance.clamp(0, positions.clamp_len)  # (a)
+        if isinstance(positions, LearnedDistances):
+            r = positions.table[:, at]
+            of_places = 0 if positions.content_bias is None else r[..., size]
+        else:
+            angles = at[..., None].double() / 10000 ** (torch.arange(0, DIM, 2) / DIM)
+            r = (
+                positions.proj(torch.cat([angles.sin(), angles.cos()], -1))
+                .unflatten(-1, (-1, size))
+                .permute(2, 0, 1, 3)
+            )
+            of_places = (r * positions.position_bias[:, None, None]).sum(-1)  # (d)
+        scores = scores + (q.unsqueeze(3) * r[..., :size]).sum(-1) + of_places  # (b)
+        if positions.content_bias is not None:
+            scores = scores + (k * positions.content_bias[:, None]).sum(-1).unsqueeze(2)  # (c)
+    else:
+        if layer.rope_theta is not None:
+            angles = torch.arange(count)[:, None] * layer.rope_theta ** -(torch.arange(0, size, 2).double() / size)
+            q, k = (torch.complex(*part.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles) for part in (q, k))
+        scores = (q @ k.mH).real
+    unseen = (distance < 0) | (distance >= (getattr(layer, "window", None) or count))
+    return v, (scores / size**0.5).masked_fill(unseen, -torch.inf)
+
+
+def by_definition(layer, x):
+    v, scores = scores_by_definition(layer, x)
+    return layer.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@looped("window", [None, 1, 2, 3, 5, 6, 8, 40])
+@looped("options", [{}, {"softmax_heads": 6, "kv_heads": 3, "qkv_bias": True, "rope_theta": 50.0}])
+@looped("pieces", [[1], [5], [8], [17], [1] * 11, [2, 9], [7, 4]])
+def test_softmax_attention_is_its_definition(window, options, pieces):
+    layer, state, outs = SoftmaxAttention(DIM, HEADS, **options), None, []
+    if window is not None:
+        layer = LocalAttention(DIM, HEADS, window, **options)
+    layer, x = layer.double(), random(2, sum(pieces), DIM)
+    for piece in x.split(pieces, 1):
+        y, state = layer(piece, state)
+        outs.append(y)
+    torch.testing.assert_close(torch.cat(outs, 1), by_definition(layer, x))
+    assert state.keys.shape[1:3] == (options.get("kv_heads", HEADS), min((window or 99) - 1, sum(pieces)))
+    assert layer.out_proj.bias is None
+
+
+def relative(positions="relative", clamp_len=None, window=None):
+    """Return a float64 layer with weights large enough to distinguish positions."""
+    if positions == "relative":
+        distances = SinusoidalDistances(DIM, HEADS, clamp_len)
+    else:
+        distances = LearnedDistances(HEADS, DIM // HEADS, clamp_len, biased=positions == "shaw, biased")
+    layer = RelativeAttention(DIM, HEADS, distances, window).double().eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return layer
+
+
+CLAMPED = [("relative", None), ("relative", 1), ("relative", 4), ("shaw", 1), ("shaw", 4), ("shaw, biased", 4)]
+
+
+@looped("positions, clamp_len", CLAMPED)
+@looped("window", [None, 1, 3])
+@looped("lengths", [(1, 0), (5, 0), (4, 3), (1, 6), (3, 7)])
+def test_relative_attention_is_its_definition(positions, clamp_len, window, lengths):
+    layer = relative(positions, clamp_len, window)
+    x, memory = (random(2, length, DIM) for length in lengths)
+    found, after = layer(x, Memory(memory))
+    whole = torch.cat([memory, x], 1)
+    torch.testing.assert_close(found, by_definition(layer, whole)[:, lengths[1] :])
+    assert torch.equal(after.hidden, whole)
+
+
+def test_a_cache_is_cut_reordered_and_detached():
+    layer, memory, more = relative(), Memory(random(3, 6, DIM)), random(2, 2, DIM)
+    order = torch.tensor([2, 0])
+    expected = layer(more, reorder(memory.last(4), order))[0]
+    cache = layer(random(3, 1, DIM), layer.cache(memory))[1]
+    for kept in (reorder(layer.cache(memory.last(4)), order), reorder(layer.cache(memory).last(4), order)):
+        torch.testing.assert_close(layer(more, kept)[0], expected)
+    assert cache.last(3).distances.shape[1] == cache.last(3).keys.shape[2] == 3
+    assert not any(part.requires_grad for part in detach(cache) if part is not None)
+
+
+def test_no_tensor_holds_a_vector_for_every_pair(largest_tensor):
+    """Scores are O(B H L S); vectors of distances for every pair would take d = 32 times that."""
+    layer = RelativeAttention(64, 2, SinusoidalDistances(64, 2))
+    with largest_tensor() as mode:
+        layer(torch.randn(1, 128, 64, requires_grad=True), Memory(torch.randn(1, 128, 64)))[0].sum().backward()
+    assert mode.largest <= 2 * 2 * 128 * 256
+
+
+def test_sinusoids_of_long_distances_survive_half_precision():
+    """Sinusoids are computed in float32: bfloat16 does not distinguish 1000 from 1001."""
+    positions = SinusoidalDistances(DIM, HEADS).to(torch.bfloat16)
+    torch.nn.init.eye_(positions.proj.weight)
+    rows = positions(1000, 1002).float()
+    assert (rows[:, 0] - rows[:, 1]).abs().max() > 0.1
+
+
+# The Delta RNN, and RWKV-7's time mixing, whose equations are in convert/test_fla.py.
+
+
+def test_the_delta_rnn_is_the_papers_equation():
+    """y_t = W_t phi(q_t) + R_t softmax(y_{t-1}), with both memories written by the delta rule."""
+    layer, x = build(("delta_rnn",)), random(2, 7, DIM)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight)
+    phi_q, phi_k, v, beta = rule_inputs(layer.feedforward, x)
+    k, recurrent_v, recurrent_beta = layer.recurrent_proj(x).split([DIM, DIM, HEADS], -1)
+    k, recurrent_v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (k, recurrent_v))
+    recurrent = memories("delta", k.softmax(-1), recurrent_v, [recurrent_beta.sigmoid().transpose(1, 2)])
+    y, outs = torch.zeros(2, HEADS, 4).double(), []
+    for t, ((w, _), (r, _)) in enumerate(zip(memories("delta", phi_k, v, beta), recurrent, strict=True)):
+        y = read(phi_q[:, :, t], w) + read(y.softmax(-1), r)
+        outs.append(y)
+    expected = torch.stack(outs, 2).transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
+    without = layer.feedforward(x)[0] @ layer.out_proj.weight.T
+    assert (expected - without).abs().max() > 0.1  # what is fed back matters
+
+
+@looped("depth", [0.0, 0.5])
+def test_first_values_of_time_mixing(depth):
+    """Powers of the channels' places for mixtures and decays, as in public code; ranks from the size."""
+    layer = TimeMix(1024, 16, depth=depth)
+    share = torch.arange(1024) / 1024
+    for mix, power in zip(layer.token_shift.mix, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
+        torch.testing.assert_close(mix, 1 - share ** (power * (1 - depth)))
+    decays = -0.5 + 6 * (torch.arange(1024) / 1023) ** (1 + depth**0.3) - 5
+    torch.testing.assert_close(layer.decay[2].bias, decays)
+    parts = (layer.decay, layer.rate, layer.output_gate, *([layer.value] if depth else []))
+    assert [len(part[0].weight) for part in parts] == [64, 64, 160, 64][: len(parts)]
+    assert (layer.value is None) == (depth == 0) and layer.output_gate[2].bias is None
+    for parameter in (layer.removal_scale, layer.rate_scale, layer.bonus):
+        assert parameter.unique().numel() == 1
+
+
+# Refused, in one sentence that names the argument: an attention, its options, and what is said.
+
+
+def fast_weights(rule="delta", num_heads=2, feature_map="silu", **options):
+    key_dim = options.setdefault("key_dim", 5)
+    made = FEATURE_MAPS[feature_map](key_dim) if feature_map in FEATURE_MAPS else feature_map
+    return FastWeightAttention(10, num_heads, made, rule, **options)
+
+
+REFUSED = [
+    (fast_weights, {"key_dim": None, "num_heads": 3}, "must be divisible by `num_heads`, got 10 and 3"),
+    (fast_weights, {"rule": "hebb"}, "rule must be one of sum, gated, "),
+    (fast_weights, {"feature_map": "cosine"}, "must be a FeatureMap such as FEATURE_MAPS['elu'](5), got str"),
+    *((fast_weights, {"rule": "sum", **NORMALIZATIONS[name]}, "features must not be negative")
+      for name in ("sum", "attention")),
+    (fast_weights, {"conv_size": -1}, "`conv_size` must be at least 1 token, or 0 for no convolution, got -1"),
+    (fast_weights, {"value_dim": 0}, "`value_dim` must be at least 1, got 0"),
+    (fast_weights, {"value_heads": 3}, "`value_heads` must be a multiple of `num_heads` = 2, got 3"),
+    (fast_weights, {"value_heads": 0}, "`value_heads` must be a multiple of `num_heads` = 2, got 0"),
+    (fast_weights, {"output_gate": "relu"}, "`output_gate` must be one of none, silu, sigmoid, got 'relu'"),
+    (fast_weights, {"output_gate": "silu", "output_gate_rank": 0}, "`output_gate_rank` must be at least 1, got 0"),
+    (fast_weights, {"l2_normalization_epsilon": -1.0}, "`l2_normalization_epsilon` must be at least 0, got -1.0"),
+    (fast_weights, {"norm_read_out": True, "norm_epsilon": 0.0}, "`norm_epsilon` must be above 0, got 0.0"),
+    (fast_weights, {"decay_lower_bound": -5.0}, "`decay_lower_bound` must be left out for the update rule delta, got"),
+    (fast_weights, {"rule": "kda", "decay_lower_bound": 0.0}, "`decay_lower_bound` must be below 0, got 0.0"),
+    (fast_weights, {"num_heads": 0}, "`num_heads` must be at least 1, got 0"),
+    (SoftmaxAttention, {"num_heads": 0}, "`embed_dim` must be divisible by `num_heads`, got 12 and 0"),
+    (SoftmaxAttention, {"softmax_heads": 5}, "`softmax_heads` must divide `embed_dim` = 12, got 5"),
+    (SoftmaxAttention, {"softmax_heads": 0}, "`softmax_heads` must divide `embed_dim` = 12, got 0"),
+    (SoftmaxAttention, {"kv_heads": 3}, "`kv_heads` must divide the number of heads, 2, got 3"),
+    (SoftmaxAttention, {"kv_heads": 0}, "`kv_heads` must divide the number of heads, 2, got 0"),
+    (SoftmaxAttention, {"rope_theta": 0.0}, "`rope_theta` must be above 0, got 0.0"),
+    (SoftmaxAttention, {"softmax_heads": 4, "rope_theta": 10.0},
+     "`rope_theta` must be left out with heads of an odd size, got heads of 3"),
+    (LocalAttention, {"window": 0}, "`window` must be at least 1 token, got 0"),
+]  # fmt: skip
+
+
+@looped("attention, options, sentence", REFUSED)
+def test_what_cannot_be_is_refused(attention, options, sentence):
+    given = {} if attention is fast_weights else {"embed_dim": 12, "num_heads": 2}
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+        attention(**given | options)
+
+
+def test_an_input_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"x must have shape \(B, L, D\), got \(7, 12\)"):
+        build(FAST_WEIGHTS[0])(random(7, DIM))

@@ -35,7 +35,9 @@ def by_definition(layer, x, source, padding=None):
             for query in layer.feature_map(q[:, at]):
                 kept = [j for j in range(len(source[b])) if padding is None or not padding[b, j]]
                 numerator = sum((k[j] @ query) * v[j] for j in kept)
-                divisor = sum(k[j] @ query for j in kept).clamp(min=layer.division.epsilon)
+                divisor = sum(k[j] @ query for j in kept)
+                epsilon = layer.division.epsilon
+                divisor = divisor + epsilon if layer.division.add_epsilon else divisor.clamp(min=epsilon)
                 reads.append(numerator / divisor if layer.feature_map.positive else numerator)
             heads.append(torch.stack(reads))
         rows.append(torch.cat(heads, -1))
@@ -43,15 +45,24 @@ def by_definition(layer, x, source, padding=None):
 
 
 @every_map
-def test_equation_13(name):
-    layer = build(name)
+@looped("options", [{}, {"bias": True}, *({"division": Division(9.0, add)} for add in (False, True))])
+def test_equation_13(name, options):
+    """Biases are of every projection, and start at zero."""
+    layer, bias = build(name, **options), "bias" in options
+    biases = {key: value for key, value in layer.named_parameters() if key.endswith("bias") and "map" not in key}
+    assert list(biases) == ["q_proj.bias", "kv_proj.bias", "out_proj.bias"] * bias
+    for value in biases.values():
+        assert not value.any()
+        torch.nn.init.normal_(value)
     x, source = random(2, 4, DIM), random(2, 6, SOURCE_DIM)
     padding = torch.tensor([[True, False, False, True, False, False], [False] * 6])
     torch.testing.assert_close(layer(x, source), by_definition(layer, x, source))
-    torch.testing.assert_close(layer(x, source, padding), by_definition(layer, x, source, padding))
+    expected = by_definition(layer, x, source, padding)
+    torch.testing.assert_close(layer(x, source, padding), expected)
+    torch.testing.assert_close(layer.read(x, layer.summarize(source, padding)), expected)
     weights = layer.weights(x, source, padding)  # they are the factors of the values
     values = layer.split_heads(layer.kv_proj(source)[..., DIM:])
-    torch.testing.assert_close(layer.out_proj((weights @ values).transpose(1, 2).flatten(2)), layer(x, source, padding))
+    torch.testing.assert_close(layer.out_proj((weights @ values).transpose(1, 2).flatten(2)), expected)
     assert not weights[0, :, :, [0, 3]].any() and weights.shape == (2, HEADS, 4, 6)
 
 
@@ -67,21 +78,6 @@ def test_short_sequences_are_read_by_their_scores(name, length, by_scores, monke
     with monkeypatch.context() as patch:
         patch.delattr(LinearAttention, "summarize" if by_scores else "_weights_and_values")
         torch.testing.assert_close(layer(x, source, padding), expected)
-
-
-def test_biases_start_at_zero_and_are_of_every_projection():
-    x, source = random(2, 4, DIM), random(2, 6, SOURCE_DIM)
-    padding = torch.tensor([[True, False, False, True, False, False], [False] * 6])
-    plain, biased = build("elu"), build("elu", bias=True)
-    biases = {name: value for name, value in biased.named_parameters() if name.endswith("bias")}
-    assert list(biases) == ["q_proj.bias", "kv_proj.bias", "out_proj.bias"]
-    biased.load_state_dict(plain.state_dict(), strict=False)
-    assert torch.equal(biased(x, source, padding), plain(x, source, padding))
-    for bias in biases.values():
-        torch.nn.init.normal_(bias)
-    expected = by_definition(biased, x, source, padding)
-    torch.testing.assert_close(biased(x, source, padding), expected)
-    torch.testing.assert_close(biased.read(x, biased.summarize(source, padding)), expected)
 
 
 @every_map
@@ -110,19 +106,6 @@ def test_the_summary_is_as_large_for_any_source_and_can_be_reordered(name):
         sizes.add(tuple(None if part is None else tuple(part.shape) for part in state))
         torch.testing.assert_close(layer.read(x[order], reorder(state, order)), layer(x, source)[order])
     assert len(sizes) == 1
-
-
-def test_epsilons_reach_the_divisor():
-    x, source = random(1, 2, DIM), random(1, 3, SOURCE_DIM)
-    bounded, added = (build("elu", division=Division(100.0, add)) for add in (False, True))
-    added.load_state_dict(bounded.state_dict())
-    bounded.out_proj.weight.data.copy_(torch.eye(DIM))
-    added.out_proj.weight.data.copy_(torch.eye(DIM))
-    state = bounded.summarize(source)
-    q = bounded.feature_map(bounded.split_heads(bounded.q_proj(x)))
-    numerator, z = (q @ state.weights), (q * state.normalizer.unsqueeze(2)).sum(-1, keepdim=True)
-    for layer, divisor in ((bounded, torch.full_like(z, 100)), (added, z + 100)):
-        torch.testing.assert_close(layer(x, source), (numerator / divisor).transpose(1, 2).flatten(2))
 
 
 @every_map

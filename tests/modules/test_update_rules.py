@@ -18,7 +18,6 @@ from fairseq_fwp.modules.update_rules import (
     UpdateRule,
     gla_decay,
     rwkv7_decay,
-    unit_length,
 )
 
 X = torch.linspace(-6, 6, 25, dtype=torch.float64)
@@ -28,77 +27,42 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-@looped(
-    ("activation", "formula"),
-    [
+def test_decays_are_the_papers():
+    """Those of Mamba are in the equations of tests/modules/test_modern_attention.py."""
+    for decay, formula in (
         (gla_decay, lambda x: sigmoid(x) ** (1 / 16)),
         (rwkv7_decay, lambda x: math.exp(-sigmoid(x) / math.sqrt(math.e))),
-    ],
-)
-def test_a_decay_is_the_papers(activation, formula):
-    expected = torch.tensor([formula(x) for x in X.tolist()], dtype=torch.float64)
-    torch.testing.assert_close(activation(X), expected, rtol=1e-12, atol=0)
-
-
-def test_a_mamba_decay_is_the_papers():
-    decay = MambaDecay(2, 3).double()
-    x = torch.randn(4, 5, 2, 3, dtype=torch.float64)
-    for head in range(2):
-        for i in range(3):
-            rate, bias = decay.log_rate[head, 0].exp().item(), decay.bias[head, i].item()
-            expected = [math.exp(-rate * math.log1p(math.exp(value + bias))) for value in x[..., head, i].flatten()]
-            torch.testing.assert_close(decay(x)[..., head, i].flatten().tolist(), expected, rtol=1e-12, atol=0)
+    ):
+        expected = torch.tensor([formula(x) for x in X.tolist()], dtype=torch.float64)
+        torch.testing.assert_close(decay(X), expected, rtol=1e-12, atol=0)
 
 
 def test_a_mamba_decay_starts_in_its_ranges():
     decay = MambaDecay(1000, 4)
     rate, step = decay.log_rate.detach().exp(), torch.nn.functional.softplus(decay.bias.detach())
-    assert 1 <= rate.min() < 1.2
-    assert 15.8 < rate.max() <= 16.0001
-    assert abs(rate.mean() - 8.5) < 0.5
+    assert 1 <= rate.min() < 1.2 and 15.8 < rate.max() <= 16.0001 and abs(rate.mean() - 8.5) < 0.5
     logs = step.log10()
-    assert -3.0001 <= logs.min() < -2.98
-    assert -1.02 < logs.max() <= -0.9999
-    assert abs(logs.mean() + 2) < 0.05
-
-
-def test_a_unit_length_is_one():
-    x = torch.randn(7, 5, dtype=torch.float64)
-    torch.testing.assert_close(unit_length(x) * x.square().sum(-1, keepdim=True).sqrt(), x)
+    assert -3.0001 <= logs.min() < -2.98 and -1.02 < logs.max() <= -0.9999 and abs(logs.mean() + 2) < 0.05
 
 
 def build(rule, feature_map="identity", **options):
     return FastWeightAttention(16, 2, FEATURE_MAPS[feature_map](8), rule, **options)
 
 
-@looped("feature_map", ["identity", "elu", "dpfp"])
-def test_l2_normalization_divides_keys_and_queries_by_their_lengths(feature_map):
-    layer = build("delta", feature_map, l2_normalization=True)
-    plain = build("delta", feature_map)
-    plain.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 5, 16)
-    q, k, v, _ = rule_inputs(layer, x)
-    bare_q, bare_k, bare_v, _ = rule_inputs(plain, x)
-    for found, bare in ((q, bare_q), (k, bare_k)):
-        torch.testing.assert_close(found, bare / bare.square().sum(-1, keepdim=True).sqrt())
-    assert torch.equal(v, bare_v)
-
-
-def test_l2_normalization_of_a_zero_in_half_precision_is_zero():
-    """A padded token may be zero, and its output must be a number."""
+def test_l2_normalization_in_half_precision():
+    """Keys and queries have length one. A padded token may be zero, and its output must be a number."""
     layer = build("delta", l2_normalization=True).half()
     x = torch.randn(1, 3, 16).half()
     x[:, 0] = 0
-    for y in rule_inputs(layer, x, torch.tensor([[True, False, False]]))[:3]:
-        assert y.isfinite().all()
-
-
-DOUBLING = [name for name, rule in UPDATE_RULES.items() if any(gate.doubles for gate in rule.gates)]
+    q, k, v, _ = rule_inputs(layer, x, torch.tensor([[True, False, False]]))
+    assert all(y.isfinite().all() for y in (q, k, v))
+    for y in (q, k):
+        torch.testing.assert_close(y[:, :, 1:].float().norm(dim=-1), torch.ones(1, 2, 2), rtol=0, atol=2e-3)
 
 
 @looped("rule", UPDATE_RULES)
 def test_negative_eigenvalues_double_the_rates_of_deltas_family(rule):
-    if rule not in DOUBLING:
+    if rule not in ("delta", "gated_delta", "kda", "delta_product"):
         with pytest.raises(ValueError, match=f"must be off for the update rule {rule}, got on"):
             build(rule, negative_eigenvalues=True)
         return
@@ -109,10 +73,6 @@ def test_negative_eigenvalues_double_the_rates_of_deltas_family(rule):
     *_, bare = rule_inputs(plain, x)
     for gate, found, usual in zip(layer.rule.gates, gates, bare, strict=True):
         torch.testing.assert_close(found, 2 * usual if gate.name == "beta" else usual)
-
-
-def test_the_family_of_delta_has_rates_to_double():
-    assert DOUBLING == ["delta", "gated_delta", "kda", "delta_product"]
 
 
 def test_a_rule_from_outside_need_not_know_documents(monkeypatch):
@@ -147,16 +107,16 @@ LEAKY = ops.Rule(
 )
 
 
-@looped(
-    ("entry", "message"),
-    [
-        (LEAKY, "must be an UpdateRule, got Rule"),
-        (UpdateRule(LEAKY, Gate("keep")), "gates must be a tuple such as"),
-        (UpdateRule(LEAKY), "gates must be those of leaky_rule, in their order: keep, got none"),
-        (UpdateRule(LEAKY, (Gate("kept"),)), "gates must be those of leaky_rule, in their order: keep, got kept"),
-        (UpdateRule(ops.delta_rule), "gates must be those of delta_rule, in their order: beta, got none"),
-    ],
-)
+REFUSED = [
+    (LEAKY, "must be an UpdateRule, got Rule"),
+    (UpdateRule(LEAKY, Gate("keep")), "gates must be a tuple such as"),
+    (UpdateRule(LEAKY), "gates must be those of leaky_rule, in their order: keep, got none"),
+    (UpdateRule(LEAKY, (Gate("kept"),)), "gates must be those of leaky_rule, in their order: keep, got kept"),
+    (UpdateRule(ops.delta_rule), "gates must be those of delta_rule, in their order: beta, got none"),
+]
+
+
+@looped(("entry", "message"), REFUSED)
 def test_an_entry_of_the_table_that_cannot_be_a_layer_is_refused(monkeypatch, entry, message):
     monkeypatch.setitem(UPDATE_RULES, "leaky", entry)
     with pytest.raises(ValueError, match=rf"UPDATE_RULES\['leaky'\].*{message}"):

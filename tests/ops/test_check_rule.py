@@ -55,7 +55,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@looped("name", BROKEN)
 def test_what_breaks_a_law_is_told_which(name):
     (step, *more), law = BROKEN[name]
     rule = ops.Rule(name.replace(" ", "_"), step, *(more or [KEEP]))
@@ -63,39 +63,29 @@ def test_what_breaks_a_law_is_told_which(name):
         check_rule(rule)
 
 
-@looped(
-    "step, got",
-    [
-        (lambda m, k, v, keep: leaky(m, k, v, keep)[..., :1], r"\(2, 2, 4, 1\)"),
-        (lambda m, k, v, keep: leaky(m, k, v, keep).mT, r"\(2, 2, 3, 4\)"),
-        (lambda m, k, v, keep: leaky(m, k, v, keep).float(), "float32"),
-        (lambda m, k, v, keep: None, "NoneType"),
-    ],
-)
-def test_a_step_returns_a_memory(step, got):
-    with pytest.raises(TypeError, match=f"the step must return the memory, .*got .*{got}"):
-        check_rule(ops.Rule("wrong_step", step, KEEP))
+def test_a_step_returns_a_memory():
+    for change, got in (
+        (lambda memory: memory[..., :1], r"\(2, 2, 4, 1\)"),
+        (lambda memory: memory.mT, r"\(2, 2, 3, 4\)"),
+        (lambda memory: memory.float(), "float32"),
+        (lambda memory: None, "NoneType"),
+    ):
+        rule = ops.Rule("wrong_step", lambda *given, change=change: change(leaky(*given)), KEEP)
+        with pytest.raises(TypeError, match=f"the step must return the memory, .*got .*{got}"):
+            check_rule(rule)
 
 
-SHAPES, UNUSED = "shapes of keep must be a tuple such as", "the name of a gate must be an unused identifier, got "
-
-
-@looped(
-    "name, gates, message",
-    [
+def test_a_rule_says_what_is_wrong_with_its_form():
+    shapes, other = "shapes of keep must be a tuple such as", ("B", "H", "L", "X")
+    unused = "the name of a gate must be an unused identifier, got "
+    for name, gates, message in (
         ("leaky-rule", KEEP, "must be an identifier such as my_rule, got 'leaky-rule'"),
-        ("leaky", {"keep": ops.PER_TOKEN}, SHAPES),
-        ("leaky", {"keep": ()}, SHAPES),
-        ("leaky", {"keep": (("B", "H", "L", "X"),)}, SHAPES),
-        ("leaky", {"keep": (ops.PER_TOKEN, ("B", "H", "L", "X"))}, SHAPES),
+        *(("leaky", {"keep": wrong}, shapes) for wrong in (ops.PER_TOKEN, (), (other,), (ops.PER_TOKEN, other))),
         ("leaky", ["keep"], "gates must be a mapping of names to shapes"),
-        ("leaky", {"q": (ops.PER_KEY,)}, UNUSED + "'q'"),
-        ("leaky", {"state": (ops.PER_KEY,)}, UNUSED + "'state'"),
-    ],
-)
-def test_a_rule_says_what_is_wrong_with_its_form(name, gates, message):
-    with pytest.raises(ValueError, match=message):
-        ops.Rule(name, leaky, gates)
+        *(("leaky", {taken: (ops.PER_KEY,)}, unused + repr(taken)) for taken in ("q", "state")),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.Rule(name, leaky, gates)
 
 
 def test_rules_of_one_name_stay_what_they_are():

@@ -6,6 +6,7 @@ logarithms of decays, where the memory fades, and a scale of the query. A formul
 
 import numpy as np
 import pytest
+from pairwise import looped
 from subjects import RULES, WITH_KERNEL, kernel_or_auto, sample_inputs
 
 
@@ -95,10 +96,8 @@ FORMULAS = {
 BY_VALUE = (sum_rule, delta_rule, gated_rule, decay_rule, gated_delta_rule, rwkv7_rule)  # states (Dv, Dk)
 
 
-@pytest.mark.parametrize(
-    ("rule", "beta"),
-    [(rule, beta) for rule in WITH_KERNEL for beta in (1, 2) if beta == 1 or "beta" in RULES[rule].gates],
-)
+@pytest.mark.parametrize("rule", WITH_KERNEL)
+@looped("beta", lambda rule: (1, 2) if "beta" in RULES[rule].gates else (1,))
 def test_equals_the_formula(rule, beta):
     """beta up to 2: with negative eigenvalues."""
     inputs, formula = sample_inputs(rule, (1, 2, 40, 6, 5), seed=3), FORMULAS[rule]

@@ -2,7 +2,6 @@
 
 import functools
 
-import pytest
 import torch
 from pairwise import looped
 
@@ -10,9 +9,7 @@ from fairseq_fwp import ops
 from fairseq_fwp.ops.reference import CHUNK
 
 # A function of q, k, v, beta and the state.
-every_backend = pytest.mark.parametrize(
-    "fwm", [functools.partial(ops.fwm_rule, backend=name) for name in ("reference", "auto")], ids=["reference", "auto"]
-)
+every_backend = looped("fwm", [functools.partial(ops.fwm_rule, backend=name) for name in ("reference", "auto")])
 both_starts = looped("state", [None, torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0)).double()])
 
 
@@ -74,7 +71,7 @@ def test_only_zeros_are_empty(fwm):
 
 
 @every_backend
-@looped("padding", [1, 3], ids=["key", "beta"])
+@looped("padding", [1, 3])
 @both_starts
 def test_padding_changes_nothing(fwm, padding, state):
     """Padding changes nothing before the first write, after it (with a norm above one), or at the end."""
@@ -111,9 +108,9 @@ def test_each_sequence_and_head_decides_for_itself(fwm):
 
 
 @every_backend
-@looped("first", [0.5, 4.0], ids=["short_first_write", "long_first_write"])
+@looped("first", [0.5, 4.0])
 def test_gradcheck_from_the_empty_memory_over_padding_and_rescaling(fwm, first):
-    q, k, v, beta = tokens(6, batch=1, heads=1, key_size=3)
+    q, k, v, beta = tokens(6, batch=1, heads=1, key_size=3, value_size=2)
     v[:, :, 1] *= first / v[:, :, 1].norm()
     v[:, :, 3:] *= 4
     beta[:, :, 1] = 0.5

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from isolated import PREAMBLE
+from pairwise import looped
 from subjects import sample_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -103,15 +104,16 @@ def test_a_rule_that_breaks_its_process_is_the_only_one_to_blame(monkeypatch):
     assert self_check._check_apart("cpu") == expected | {"rwkv7_rule": "off"}
 
 
-@pytest.mark.parametrize(
-    ("child", "reason"),
-    [
-        ("raise SystemExit('no device')", "no device"),
-        ("import torch; raise torch.cuda.OutOfMemoryError('too little')", "OutOfMemoryError: too little"),
-        ("", "no output"),
-    ],
-)
+CHILDREN = [
+    ("raise SystemExit('no device')", "no device"),
+    ("import torch; raise torch.cuda.OutOfMemoryError('too little')", "OutOfMemoryError: too little"),
+    ("", "no output"),
+]
+
+
+@looped("child, reason", CHILDREN)
 def test_a_check_that_cannot_run_blames_no_rule(library, monkeypatch, child, reason):
+    forget(monkeypatch)
     monkeypatch.setattr(self_check, "_check_apart", CHECK_APART)
     monkeypatch.setattr(self_check, "CHILD", child)
     with pytest.warns(RuntimeWarning, match=f"used on cpu without a check, .* could not make: .*{reason}"):
@@ -119,19 +121,20 @@ def test_a_check_that_cannot_run_blames_no_rule(library, monkeypatch, child, rea
     assert self_check.read_faults(library) == {}
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda out, state: (out * 1.001, state), "out in float64 is off by 1.0e-03"),
-        (lambda out, state: (out, state * float("nan")), "the new state in float64 is off by nan"),
-        (lambda out, state: (out.to(torch.bfloat16).to(out.dtype), state), "out in float64 is off by"),
-        (lambda out, state: (out + (out - out.detach()), state), "the gradient of q in float64 is off by 1"),
-    ],
-)
-def test_what_is_wrong_is_found(monkeypatch, change, reason):
+MISTAKES = [
+    (lambda out, state: (out * 1.001, state), "out in float64 is off by 1.0e-03"),
+    (lambda out, state: (out, state * float("nan")), "the new state in float64 is off by nan"),
+    (lambda out, state: (out.to(torch.bfloat16).to(out.dtype), state), "out in float64 is off by"),
+    (lambda out, state: (out + (out - out.detach()), state), "the gradient of q in float64 is off by 1"),
+]
+
+
+@looped("change, reason", MISTAKES)
+def test_what_is_wrong_is_found(change, reason):
     right = DELTA.family
-    monkeypatch.setitem(DELTA.__dict__, "family", lambda *x, **named: change(*right(*x, **named)))
-    assert reason in self_check._check(DELTA, CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DELTA.__dict__, "family", lambda *x, **named: change(*right(*x, **named)))
+        assert reason in self_check._check(DELTA, CPU)
 
 
 def test_a_rule_that_fails_runs_as_the_reference(library, wrong):
@@ -163,18 +166,18 @@ def test_what_was_found_is_remembered_for_one_library(library, wrong, monkeypatc
     assert checks == ["cpu"] * 2 and {path.name for path in library.parent.iterdir()} == {"kernels.so", "checked.json"}
 
 
-@pytest.mark.parametrize("damage", ["", "[]", '{"library": 1}'])
-def test_a_damaged_note_is_written_again(library, monkeypatch, damage):
-    library.with_name("checked.json").write_text(damage)
+def test_a_note_that_is_damaged_or_cannot_be_written(library, monkeypatch):
     monkeypatch.setattr(self_check, "_check_apart", lambda device: {"sum_rule": "wrong"})
-    assert self_check.find_faults("cpu") == {"sum_rule": "wrong"}
-    assert self_check.read_faults(library) == {"cpu": {"sum_rule": "wrong"}}
-
-
-def test_a_folder_that_cannot_be_written(library, monkeypatch):
-    library.with_name("checked.json").mkdir()
-    monkeypatch.setattr(self_check, "_check_apart", lambda device: {})
-    assert not self_check.distrusted("sum_rule", "cpu")
+    note = library.with_name("checked.json")
+    for damage in ("", "[]", '{"library": 1}'):
+        forget(monkeypatch)
+        note.write_text(damage)
+        assert self_check.find_faults("cpu") == {"sum_rule": "wrong"}
+        assert self_check.read_faults(library) == {"cpu": {"sum_rule": "wrong"}}
+    forget(monkeypatch)
+    note.unlink()
+    note.mkdir()
+    assert self_check.distrusted("sum_rule", "cpu") and not self_check.distrusted("gla_rule", "cpu")
 
 
 def test_the_caller_s_modes_are_not_those_of_the_check(library, monkeypatch):
@@ -191,7 +194,7 @@ def test_a_trace_takes_the_reference_too(library, wrong):
     compiled = torch.compile(lambda: ops.delta_rule(**inputs), backend="eager", fullgraph=True)
     with pytest.warns(RuntimeWarning, match=FAULT):
         found = compiled()
-    assert all(torch.equal(x, y) for x, y in zip(found, call(backend="reference"), strict=True))
+    assert all(map(torch.equal, found, call(backend="reference")))
 
 
 def test_info_names_what_is_not_used(library, wrong, monkeypatch):

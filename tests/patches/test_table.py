@@ -45,7 +45,7 @@ TESTS = {
     "refuse_in_evaluation refuse_at_resume": "test_dictionaries::test_other_words_are_refused",
     "name_the_linear_activation": "test_language_model::test_a_pickled_model_is_the_same",
     "add_no_projection": "test_fwp_transformer::test_tied_embeddings_with_an_adaptive_softmax",
-    "copy_data_in_each_epoch": "test_sequence_problems::test_workers_make_the_samples_of_each_epoch",
+    "copy_data_in_each_epoch": "test_tasks::test_workers_make_the_samples_of_each_epoch",
     "refuse_impossible_tokens": "test_eval_lm::test_an_impossible_token_is_named",
     "refuse_padding_in_text": "test_eval_lm::test_padding_in_a_text_is_refused",
     "refuse_unscored_tokens": "test_commands::test_text_longer_than_the_model_is_refused",

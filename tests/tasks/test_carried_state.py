@@ -11,14 +11,11 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 from pairwise import looped
-from small_models import SMALL
+from small_models import SMALL, configure
 
-from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-SETTINGS = {
-    **SMALL, "dropout": 0.0, "fwp_backend": "reference", "max_target_positions": None, "add_bos_token": False,
-}  # fmt: skip
+SETTINGS = {**SMALL, "dropout": 0.0, "fwp_backend": "reference"}
 
 
 class Optimizer:
@@ -38,11 +35,8 @@ def setup(make_task, random_lines):
     def build(flags=None, texts=None, **model_flags):
         texts = texts or {"train": random_lines(30), "valid": random_lines(20)}
         task = make_task(texts, **{"tokens_per_sample": 4, "carry_state": True, **(flags or {})})
-        config = OmegaConf.merge(
-            OmegaConf.structured(FwpLanguageModelConfig),
-            {**SETTINGS, "_name": "fwp_lm", "tokens_per_sample": task.args.tokens_per_sample, **model_flags},
-        )
-        model = task.build_model(config).double()
+        config = configure("fwp_lm", **{**SETTINGS, "tokens_per_sample": task.args.tokens_per_sample, **model_flags})
+        model = task.build_model(OmegaConf.merge(config, {"_name": "fwp_lm"})).double()
         for split in texts:  # fairseq loads texts after building the model
             task.load_dataset(split)
         with torch.no_grad():
@@ -112,51 +106,31 @@ def pieces(task, split, streams, at_documents=False):
     return [[piece for piece in stream if sum(len(part["source"]) for part in piece)] for stream in found]
 
 
-@pytest.mark.parametrize("rule", UPDATE_RULES)
-@looped("separator, normalized", [(None, False), ("w3", True)])
-def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separator):
-    """It holds in training and validation, with positions; documents anywhere in a stream start again."""
-    normalized = normalized and UPDATE_RULES[rule].normalizes
-    task, model = setup(
-        {"reset_state_after": separator},
-        decoder_update_rule=rule,
-        sum_normalization=True,
-        attention_normalization=normalized,
-        attention_normalization_read_out_only=normalized and UPDATE_RULES[rule].normalizer is not None,
-    )
+@looped("rule", [*UPDATE_RULES, "hybrid"])
+@looped("separator", [None, "w3"])
+def test_carried_segments_equal_one_long_forward(setup, rule, separator):
+    """It holds in training and validation, with positions; documents anywhere in a stream start again.
+
+    A softmax layer reads one document at a time: each begins a segment.
+    """
+    flags = {"softmax_layers": "1", "attention_window": 3}
+    if rule != "hybrid":
+        flags = {"decoder_update_rule": rule, "sum_normalization": True}
+        if separator and UPDATE_RULES[rule].normalizes:
+            flags["attention_normalization"] = True
+            flags["attention_normalization_read_out_only"] = UPDATE_RULES[rule].normalizer is not None
+    task, model = setup({"reset_state_after": separator}, **flags)
     for split in ("train", "valid"):
         blocks, scores = task.dataset(split), Scores()
-        assert (blocks.sizes[:-1] == 4).all()  # documents cut no segment
+        assert (blocks.sizes[:-1] == 4).all() or rule == "hybrid"  # documents cut no segment
         if split == "train":
             train(task, model, batches(task), scores)
         else:
             for sample in batches(task, split):
                 task.valid_step(sample, model, scores)
-        expected = [
-            torch.cat([long_forward(model, piece) for piece in stream])
-            for stream in pieces(task, split, 3, separator is not None)
-        ]
-        for carried, whole in zip(scores.all(), expected, strict=True):
-            torch.testing.assert_close(carried, whole)
-
-
-@looped("separator", [None, "w3"])
-def test_hybrids_carry_the_window_and_the_fast_weights(setup, separator):
-    """A softmax layer reads one document at a time: each begins a segment."""
-    task, model = setup({"reset_state_after": separator}, softmax_layers="1", attention_window=3)
-    scores = Scores()
-    train(task, model, batches(task), scores)
-    for carried, stream in zip(scores.all(), pieces(task, "train", 3, separator is not None), strict=True):
-        torch.testing.assert_close(carried, torch.cat([long_forward(model, piece) for piece in stream]))
-
-
-@looped("criterion", [AdaptiveLoss, CrossEntropyCriterion])
-def test_fairseqs_criteria_see_the_carried_state(setup, criterion):
-    task, model = setup(adaptive_softmax_cutoff="10,30")
-    results = [task.valid_step(batch, model, criterion(task, False)) for batch in batches(task, "valid")]
-    expected = sum(long_forward(model, blocks).sum() for (blocks,) in pieces(task, "valid", 3))
-    assert sum(loss.item() for loss, *_ in results) == pytest.approx(-expected.item(), rel=1e-9)
-    assert sum(size for _, size, _ in results) == len(task.dataset("valid").text)
+        streams = pieces(task, split, 3, separator is not None)
+        for carried, stream in zip(scores.all(), streams, strict=True):
+            torch.testing.assert_close(carried, torch.cat([long_forward(model, piece) for piece in stream]))
 
 
 def test_gradients_end_with_the_segment(setup):
@@ -176,7 +150,7 @@ def test_gradients_end_with_the_segment(setup):
 
 
 def test_validation_leaves_no_trace(setup):
-    """Training and validation do not change each other by a bit."""
+    """Training and validation do not change each other by a bit. Every epoch starts without a state."""
     task, model = setup()
     criterion, samples = CrossEntropyCriterion(task, False), batches(task)
     alone = [result[0] for result in train(task, model, samples, criterion)]
@@ -186,13 +160,6 @@ def test_validation_leaves_no_trace(setup):
         validations.append([task.valid_step(batch, model, criterion)[0] for batch in batches(task, "valid", 2)])
     assert all(torch.equal(mine, other) for mine, other in zip(losses, alone, strict=True))
     assert all(torch.equal(torch.stack(validations[0]), torch.stack(other)) for other in validations)
-
-
-def test_every_epoch_starts_without_a_state(setup):
-    task, model = setup()
-    criterion, samples = CrossEntropyCriterion(task, False), batches(task)
-    first, second = ([result[0] for result in train(task, model, samples, criterion)] for _ in range(2))
-    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
 
 
 def test_without_carry_state_each_segment_is_fairseqs(setup):
@@ -353,31 +320,20 @@ NOT_IN_EVAL_LM = "fairseq-eval-lm cannot carry a state or use a context window"
 REFUSED = [
     (lambda make: make(TEXT, tokens_per_sample=0), "--tokens-per-sample must be at least 1, got 0"),
     (lambda make: make(TEXT, reset_state_after="</s>"), "--carry-state must be on with --reset-state-after"),
-    (
-        lambda make: make(TEXT, carry_state=True, reset_state_after="<doc>"),
-        "--reset-state-after must be a symbol of .*, got '<doc>'",
-    ),
+    (lambda make: make(TEXT, carry_state=True, reset_state_after="<doc>"),
+     "--reset-state-after must be a symbol of .*, got '<doc>'"),
     (lambda make: make({"train": [[]]}), r"the text \S+train.bin must have at least one token"),
-    (
-        lambda make: make(TEXT).load_dataset("valid"),
-        r"valid.bin, the text 'valid', must exist: write it with fairseq-preprocess",
-    ),
+    (lambda make: make(TEXT).load_dataset("valid"),
+     r"valid.bin, the text 'valid', must exist: write it with fairseq-preprocess"),
     (lambda make: batches_of(make(TEXT)), "--batch-size must be the number of streams"),
-    (
-        lambda make: batches_of(make(TEXT), max_sentences=0),
-        "must allow one stream of 1024 tokens .*, got 0 and None",
-    ),
-    (
-        lambda make: batches_of(make(TEXT), max_tokens=1023),
-        "must allow one stream of 1024 tokens .*, got None and 1023",
-    ),
-    (
-        lambda make: batches_of(make(TEXT), max_sentences=1, max_positions=512),
-        "--tokens-per-sample must be at most 512, as in training, got 1024",
-    ),
+    *((lambda make, options=options: batches_of(make(TEXT), **options),
+       f"must allow one stream of 1024 tokens .*, got {got}")
+      for options, got in (({"max_sentences": 0}, "0 and None"), ({"max_tokens": 1023}, "None and 1023"))),
+    (lambda make: batches_of(make(TEXT), max_sentences=1, max_positions=512),
+     "--tokens-per-sample must be at most 512, as in training, got 1024"),
     (lambda make: make(TEXT, carry_state=True).eval_lm_dataloader([], batch_size=1), NOT_IN_EVAL_LM),
     (lambda make: make(TEXT).eval_lm_dataloader([], batch_size=1, context_window=8), NOT_IN_EVAL_LM),
-]
+]  # fmt: skip
 
 
 @looped("attempt, sentence", REFUSED)

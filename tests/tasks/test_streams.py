@@ -1,5 +1,7 @@
 """Every token is a target once, in the order of its stream, with any streams, processes and workers."""
 
+import itertools
+
 import numpy as np
 import torch
 from fairseq.data import TokenBlockDataset, iterators
@@ -88,28 +90,33 @@ def test_blocks_are_those_of_fairseqs_language_modeling(make_task, random_lines,
         assert torch.equal(mine["source"], source) and torch.equal(mine["target"], target)
 
 
-def test_a_text_without_line_ends_goes_on_over_its_lines(make_task):
-    """fairseq reads </s> at the start of every line, even if the text has none there."""
-    task = make_task({"train": [[4, 5, 6], [7, 8]]}, tokens_per_sample=3)
-    assert [block["source"].tolist() for block in task.dataset("train")] == [[2, 4, 5], [6, 7]]
-
-
-def test_text_starts_with_the_symbol_asked_for(make_task):
-    for flags, symbol in (({}, 2), ({"add_bos_token": True}, 0)):
-        (first, *_) = make_task({"train": [[4, 5, 2]]}, **flags).dataset("train")
-        assert (first["source"].tolist(), first["target"].tolist()) == ([symbol, 4, 5], [4, 5, 2])
-
-
 @looped(
-    "separator, documents",
+    "lines, flags, sources",
     [
-        ("</s>", [[4, 5, 9, 2], [6, 2], [2], [9, 7, 2], [8, 8]]),
-        ("w5", [[4, 5, 9], [2, 6, 2, 2, 9], [7, 2, 8, 8]]),
-        ("blank-line", [[4, 5, 9, 2, 6, 2, 2], [9, 7, 2, 8, 8]]),
+        ([[4, 5, 6], [7, 8]], {"tokens_per_sample": 3}, [[2, 4, 5], [6, 7]]),
+        ([[4, 5, 2]], {}, [[2, 4, 5]]),
+        ([[4, 5, 2]], {"add_bos_token": True}, [[0, 4, 5]]),
     ],
 )
-def test_documents(make_task, separator, documents):
-    lines = [[4, 5, 9, 2], [6, 2], [2], [9, 7, 2], [8, 8]]
+def test_a_text_starts_with_the_symbol_asked_for_and_goes_on_over_its_lines(make_task, lines, flags, sources):
+    """fairseq reads </s> at the start of every line, even if the text has none there."""
+    task = make_task({"train": lines}, **flags)
+    assert [block["source"].tolist() for block in task.dataset("train")] == sources
+
+
+LINES = [[4, 5, 9, 2], [6, 2], [2], [9, 7, 2], [8, 8]]
+DOCUMENTS = [
+    ("</s>", LINES, LINES),
+    ("w5", LINES, [[4, 5, 9], [2, 6, 2, 2, 9], [7, 2, 8, 8]]),
+    ("blank-line", LINES, [[4, 5, 9, 2, 6, 2, 2], [9, 7, 2, 8, 8]]),
+    ("w3", [[5, 2], [2], [6, 7, 8, 2], [2], [2], [8, 7, 2]], [[5, 2, 2, 6, 7], [8, 2, 2, 2, 8, 7], [2]]),
+    ("blank-line", [[5, 2], [2], [6, 7, 8, 2], [2], [2], [8, 7, 2]], [[5, 2, 2], [6, 7, 8, 2, 2], [2], [8, 7, 2]]),
+    ("blank-line", [[2], [5, 2]], [[2], [5, 2]]),
+]
+
+
+@looped("separator, lines, documents", DOCUMENTS)
+def test_documents(make_task, separator, lines, documents):
     task = make_task({"train": lines}, tokens_per_sample=3, carry_state=True, reset_state_after=separator)
     blocks, found = task.dataset("train"), []
     for block, starts in zip(blocks, blocks.starts_document, strict=True):
@@ -117,25 +124,8 @@ def test_documents(make_task, separator, documents):
             found.append([])
         found[-1] += block["target"].tolist()
     assert found == documents
-
-
-@looped(
-    "separator, lines, starts",
-    [
-        ("w3", [[5, 2], [2], [6, 7, 8, 2], [2], [2], [8, 7, 2]], [0, 5, 11]),
-        ("blank-line", [[5, 2], [2], [6, 7, 8, 2], [2], [2], [8, 7, 2]], [0, 3, 8, 9]),
-        ("blank-line", [[2], [5, 2]], [0, 1]),
-    ],
-)
-def test_where_documents_start(make_task, separator, lines, starts):
-    task = make_task({"train": lines})
-    assert document_starts(task.dataset("train").text, task.dictionary, separator).tolist() == starts
-
-
-def test_streams_differ_by_at_most_one_segment(make_task, random_lines):
-    task = make_task({"train": random_lines(100)}, tokens_per_sample=3)
-    rows = [len(batch["streams"]) for batch in batches(task, max_sentences=7)]
-    assert set(rows[:-1]) == {7} and 1 <= rows[-1] <= 7
+    starts = [0, *itertools.accumulate(map(len, documents))][:-1]
+    assert document_starts(blocks.text, task.dictionary, separator).tolist() == starts
 
 
 def test_a_process_whose_streams_have_ended_has_nothing_to_learn(make_task):
@@ -151,13 +141,15 @@ def test_a_process_whose_streams_have_ended_has_nothing_to_learn(make_task):
         assert batch["net_input"]["src_tokens"].tolist() == [[2]]
 
 
-@looped(
-    "limits, streams",
-    [({"max_sentences": 3}, 3), ({"max_tokens": 23}, 4), ({"max_sentences": 3, "max_tokens": 12}, 2)],
-)
+LIMITS = [({"max_sentences": 7}, 7), ({"max_tokens": 23}, 4), ({"max_sentences": 3, "max_tokens": 12}, 2)]
+
+
+@looped("limits, streams", LIMITS)
 def test_number_of_streams(make_task, random_lines, limits, streams):
+    """They differ by at most one segment."""
     task = make_task({"train": random_lines(50)}, tokens_per_sample=5)
-    assert len(next(batches(task, **limits))["streams"]) == streams
+    rows = [len(batch["streams"]) for batch in batches(task, **limits)]
+    assert set(rows[:-1]) == {streams} and 1 <= rows[-1] <= streams
 
 
 @looped("streams, warned", [(4, False), (5, True), (9, True)])
