@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..modules.attention.softmax import KeyValueCache
 from ..ops import convolution
 from ..ops.fast_weights import Inputs, reference_of
 from ..ops.rule import Rule
@@ -55,8 +54,8 @@ class _Reader(nn.Module):
         return log_probs, *_tensors(state)
 
     def read(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        x, state = self.model.step(tokens, _each(state, _Window, _Window.cache), 0)
-        return self.model.adaptive_softmax.get_log_prob(x, None), _windows(self.model, state)
+        x, state = self.model.step(tokens, _windows(self.model, state, _shrink), 0)
+        return self.model.adaptive_softmax.get_log_prob(x, None), _windows(self.model, state, _fill)
 
 
 class _Window(NamedTuple):
@@ -69,33 +68,31 @@ class _Window(NamedTuple):
     values: Tensor
     read: Tensor
 
-    def cache(self) -> KeyValueCache:
-        return KeyValueCache(self.keys, self.values, self.read == 0)
+
+def _windows(decoder: Any, state: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return the state of a decoder with the keys and values of its windows changed: change(attention, these)."""
+
+    def of_layer(attention: Any, kept: Any) -> Any:
+        def is_window(part: Any) -> bool:
+            return hasattr(attention, "window") and isinstance(part, (_Window, *attention.states))
+
+        return pytree.tree_map(lambda x: change(attention, x) if is_window(x) else x, kept, is_leaf=is_window)
+
+    return state._replace(layers=tuple(map(of_layer, decoder.attentions, state.layers)))
 
 
-def _windows(decoder: Any, state: Any) -> Any:
-    """Return the state of a decoder with windows of full size."""
-
-    def window(cache: KeyValueCache, size: int) -> _Window:
-        read = cache.keys.new_ones(cache.keys.shape[::2]) if cache.padding is None else (~cache.padding).to(cache.keys)
-        fill = size - read.shape[1]
-        keys, values = (nn.functional.pad(x, (0, 0, fill, 0)) for x in (cache.keys, cache.values))
-        return _Window(keys, values, nn.functional.pad(read, (fill, 0)))
-
-    layers = tuple(
-        _each(kept, KeyValueCache, partial(window, size=attention.window - 1)) if hasattr(attention, "window") else kept
-        for attention, kept in zip(decoder.attentions, state.layers, strict=True)
-    )
-    return state._replace(layers=layers)
+def _fill(attention: Any, cache: Any) -> _Window:
+    """Return the cache of a window in its full size."""
+    read = cache.keys.new_ones(cache.keys.shape[::2]) if cache.padding is None else (~cache.padding).to(cache.keys)
+    fill = attention.window - 1 - read.shape[1]
+    keys, values = (nn.functional.pad(x, (0, 0, fill, 0)) for x in (cache.keys, cache.values))
+    return _Window(keys, values, nn.functional.pad(read, (fill, 0)))
 
 
-def _each(state: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
-    """Return a state whose parts of a kind are changed."""
-
-    def is_kind(part: Any) -> bool:
-        return isinstance(part, kind)
-
-    return pytree.tree_map(lambda part: change(part) if is_kind(part) else part, state, is_leaf=is_kind)
+def _shrink(attention: Any, window: _Window) -> Any:
+    """Return the cache that the attention reads, with padding before the first token."""
+    (cache,) = attention.states
+    return cache(window.keys, window.values, window.read == 0)
 
 
 def to_onnx(decoder: Any) -> tuple[Any, list[Entry], bool]:
@@ -108,7 +105,8 @@ def to_onnx(decoder: Any) -> tuple[Any, list[Entry], bool]:
     decoder.reads_padding = False
     try:
         with torch.no_grad():
-            start, after = (_windows(decoder, decoder.step(part, None, 0)[1]) for part in (tokens[:, :0], tokens))
+            steps = (decoder.step(part, None, 0)[1] for part in (tokens[:, :0], tokens))
+            start, after = (_windows(decoder, state, _fill) for state in steps)
             reader, entries = _Reader(decoder, start), _entries(start, after)
             try:
                 return _export(reader, tokens, after, entries, many=True), entries, True
