@@ -20,6 +20,7 @@ from subjects import PER_KEY, RULES, check_errors, cotangents, kernel_or_auto, r
 from fairseq_fwp.convert.files import configure
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import FastWeightAttention
+from fairseq_fwp.modules.attention.base import check_heads
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -221,14 +222,15 @@ def is_defined(rule, feature_map, normalization):
     return has_rule and (normalization == "none" or FEATURE_MAPS[feature_map].positive)
 
 
-def make_layer(rule, feature_map, normalization, *epsilon):
+def make_layer(rule, feature_map, normalization, *epsilon, embed_dim=24, num_heads=3, key_dim=None):
     """Return a layer; epsilon: the number, and whether it is added."""
     read_out_only, options = normalization == "read-out", {}
     if normalization in ("sum", "both"):
         options["sum_normalization"] = SumNormalization(*epsilon)
     if normalization in ("attention", "both", "read-out"):
         options["attention_normalization"] = AttentionNormalization(*epsilon, read_out_only=read_out_only)
-    return FastWeightAttention(24, 3, FEATURE_MAPS[feature_map](8), rule, **options)
+    made = FEATURE_MAPS[feature_map](embed_dim // num_heads if key_dim is None else key_dim)
+    return FastWeightAttention(embed_dim, num_heads, made, rule, key_dim=key_dim, **options)
 
 
 @every_rule_of_a_layer
@@ -302,6 +304,28 @@ FLAGS = {
         SWITCH,
     ),
 }  # fmt: skip
+
+
+@every_rule_of_a_layer
+@given(name=st.sampled_from([*FEATURE_MAPS]), embed_dim=st.integers(-4, 24), num_heads=st.integers(-1, 6),
+       key_dim=st.none() | st.integers(1, 5), normalization=normalizations,
+       epsilon=st.none() | st.sampled_from([-1.0, 0.0, 1e-30, 1.0, math.inf, math.nan]))  # fmt: skip
+def test_a_layer_of_any_size_runs_if_it_may(rule, name, embed_dim, num_heads, key_dim, epsilon, normalization):
+    """Otherwise, and only then, it is refused in one sentence."""
+    sizes = embed_dim > 0 and num_heads > 0 and embed_dim % num_heads == 0
+    of_epsilon = normalization == "none" or epsilon is None or 0 < epsilon < math.inf
+    may = sizes and of_epsilon and is_defined(rule, name, normalization)
+    try:
+        check_heads(embed_dim, num_heads)
+        size = {"embed_dim": embed_dim, "num_heads": num_heads, "key_dim": key_dim}
+        layer = make_layer(rule, name, normalization, epsilon, **size)
+    except ValueError as error:
+        assert not may and "\n" not in str(error), error
+        return
+    out, _ = layer(torch.randn(2, 3, embed_dim))
+    assert may and out.shape == (2, 3, embed_dim) and out.isfinite().all()
+
+
 FAMILIES = ("fwp_lm", "fwp_xl_lm", "fwp_fwl_lm")
 ARCHITECTURES = [arch for family in FAMILIES for arch in (family, *PRESETS_OF_MODELS[family])]
 chosen = st.lists(st.sampled_from(sorted(FLAGS)), max_size=6, unique=True).flatmap(
