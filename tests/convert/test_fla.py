@@ -10,6 +10,7 @@ from attentions import memories, read
 from pairwise import looped
 from small_models import by_steps, log_probs
 
+import fairseq_fwp
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import fla
 from fairseq_fwp.convert.files import Options
@@ -291,6 +292,8 @@ def test_logits_in_one_pass_and_token_by_token(folder, case):
         stepped = by_steps(model, ours[tokens], [1] * (LENGTH - 3) + [3])
         for found in (whole, stepped, in_batch):
             torch.testing.assert_close(found[..., ours].double(), expected, rtol=tolerance, atol=tolerance)
+    loaded, _ = fairseq_fwp.load(folder.path, source="fla")(ours[tokens])
+    torch.testing.assert_close(loaded[..., ours].double(), expected, rtol=1e-5, atol=1e-5)
     rest = [index for index in range(len(dictionary)) if index not in ours]
     assert whole[..., rest].eq(-torch.inf).all()
 
