@@ -1,6 +1,7 @@
 """Run commands: each is printed first, and its files are complete or do not exist."""
 
 import contextlib
+import fcntl
 import math
 import os
 import shlex
@@ -12,6 +13,10 @@ from pathlib import Path
 
 # Otherwise a log file gets thousands of progress bars.
 os.environ.setdefault("TQDM_MININTERVAL", "5")  # seconds
+
+
+# Locked folders: the programs that run in them get the locks too, and keep them if this process is killed.
+LOCKS: dict[Path, int] = {}
 
 
 class RecipeError(Exception):
@@ -33,11 +38,27 @@ def run(*words: object, log: Path | None = None) -> None:
     show(command)
     sys.stdout.flush()
     with open(log, "wb") if log else contextlib.nullcontext() as output:
-        code = subprocess.run(command, stdout=output, stderr=output and subprocess.STDOUT, check=False).returncode
+        to = {"stdout": output, "stderr": output and subprocess.STDOUT}
+        code = subprocess.run(command, **to, check=False, pass_fds=[*LOCKS.values()]).returncode
     if code:
         last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2] if log else ""
         where = f": see {log}, which ends with {last!r}" if log else ""
         raise CommandError(f"{command[0]} failed (exit status {code}){where}.")
+
+
+def lock(folder: Path) -> None:
+    """Lock a folder while this process or a program that it has started runs; RecipeError if another one has it."""
+    if folder in LOCKS:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        other = f"another run, or a program that it has left behind, works in {folder}"
+        raise RecipeError(f"{other}: wait for its end, or give another --out.") from None
+    LOCKS[folder] = descriptor
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import os
 # One core each: more threads would only wait for each other. Set before torch reads it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import fcntl
 import multiprocessing
 import shlex
 import signal
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import ROOT, Parser, whole_number
-from commands import RecipeError, check_same, write
+from commands import RecipeError, check_same, lock, write
 from flags import refusal
 from log import find_log
 from training import PLUGIN
@@ -151,16 +150,6 @@ def check(trainings: list[Training]) -> None:
         if not pairs <= seen and (reason := refusal(training.command[1:])):
             raise RecipeError(f"{training.name}: fairseq-train refuses its flags: {reason}")
         seen |= pairs
-
-
-def lock(out: Path) -> None:
-    """Lock a folder against other grids while this process or one of its trainings runs; RecipeError if it is."""
-    out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RecipeError(f"another grid runs in {out}: wait for its end, or give another --out.") from None
 
 
 def train_all(trainings: list[Training], workers: int) -> list[str]:

@@ -89,9 +89,14 @@ def hours_of(start: str) -> float:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the result of an evaluation; empty without one."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found
+    """Return the result of an evaluation; empty without one. Raises RecipeError for a damaged one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError:
+        found = ()
+    if found is not None and not (isinstance(found, dict) and found):
+        raise RecipeError(f"{path} must have the result of an evaluation: remove it, and evaluate again.")
+    return found or {}
 
 
 class Progress:

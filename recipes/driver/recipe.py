@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import training
 from arguments import ROOT, Parser, names, whole_number
-from commands import RecipeError, check_same, run, whole, write
+from commands import RecipeError, check_same, lock, run, whole, write
 from flags import START, read_conf, read_flags, read_yaml, refusal, value_of
 from prepare import check_own, known_as
 
@@ -247,6 +247,7 @@ class Recipe:
             if settings:
                 check_same(self.data / "source.txt", settings)
             return
+        lock(self.out)
         # Compile the kernels meanwhile: most of the preparation uses one core. If it fails, the training says why.
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         build = subprocess.Popen(["fwp-info", "--build"], **quiet) if self.stage != "prepare" else None

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 from arguments import ROOT
-from commands import RecipeError, check_same, show, write
+from commands import LOCKS, RecipeError, check_same, lock, show, write
 from log import Progress, find_log
 
 # Otherwise glibc gives the freed memory of an update on a CPU back to the system, and the next update fetches it again,
@@ -33,7 +33,7 @@ def train(folder: Path, data: Path, flags: list[str]) -> None:
         where = (folder / ended).read_text(encoding="utf-8").strip()
         print(f"{name} " + (f"diverged before: {where}." if where else f"is trained already: {trained}."))
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    lock(folder)
     write(folder / "settings.txt", shlex.join(flags) + "\n")
     # Flags of the command line come last, and so override others.
     command = [str(data), "--save-dir", str(folder), *SAVING, *(() if "--user-dir" in flags else PLUGIN), *flags]
@@ -56,7 +56,9 @@ def fairseq_train(flags: list[str], log: Path, label: str) -> bool:
     progress, pipe = Progress(label), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with log.open("a", encoding="utf-8", buffering=1) as file:  # line by line
         file.write("+ " + shlex.join(command) + "\n")
-        with subprocess.Popen(command, env=MEMORY | os.environ, **pipe, encoding="utf-8", errors="replace") as process:
+        with subprocess.Popen(
+            command, env=MEMORY | os.environ, **pipe, encoding="utf-8", errors="replace", pass_fds=[*LOCKS.values()]
+        ) as process:
             try:
                 for line in process.stdout or ():
                     file.write(line)

@@ -1,8 +1,12 @@
 """The core of the recipes' driver: commands, flags, logs, evaluations, tables."""
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import commands
@@ -227,3 +231,37 @@ def test_counts_are_those_of_the_text_or_it_is_another(tmp_path):
         prepare.check_counts(tmp_path / "bin", expected | {"valid": 9})
     prepare.cut(tmp_path, 1)
     assert (tmp_path / "test.txt").read_text() == "a <unk> b\n"
+
+
+def test_a_folder_has_one_run(tmp_path):
+    """A program that a killed run has left behind still has the lock; it ends with the program."""
+    code = f"""
+import os, pathlib, sys, threading, time
+sys.path.insert(0, {str(Path(commands.__file__).parent)!r})
+import commands
+folder = pathlib.Path({str(tmp_path)!r})
+commands.lock(folder)
+commands.lock(folder)  # is its own
+started = "echo $$ > pid.unfinished; mv pid.unfinished pid; exec sleep 100"
+threading.Thread(target=commands.run, args=("bash", "-c", started), daemon=True).start()
+while not (folder / "pid").exists():
+    time.sleep(0.01)
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with pytest.raises(RecipeError, match=r"left behind, works in .*: wait for its end, or give another --out"):
+        commands.lock(tmp_path)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    for _ in range(100):  # the process ends a moment later
+        with contextlib.suppress(RecipeError):
+            commands.lock(tmp_path)
+        time.sleep(0.05 * (tmp_path not in commands.LOCKS))
+    assert tmp_path in commands.LOCKS
+
+
+@looped("text", ["", '{"loss": 1', "{}", "[]"])
+def test_a_damaged_result_is_named(tmp_path, text):
+    assert log.read_json(tmp_path / "none.json") == {}
+    (tmp_path / "valid.json").write_text(text)
+    with pytest.raises(RecipeError, match=r"valid\.json must have the result of an evaluation: remove it, and"):
+        log.read_json(tmp_path / "valid.json")

@@ -1,6 +1,5 @@
 """Grids of small trainings: their points, finished ones, and retrieval and sequence problems."""
 
-import fcntl
 import re
 
 import command_server
@@ -117,13 +116,6 @@ def test_damaged_trainings_are_named(training):
     path.unlink()
     with pytest.raises(RecipeError, match=f"{was} no result; remove the folder to train it again"):
         training.is_finished()
-
-
-def test_a_folder_has_one_grid(tmp_path):
-    with (tmp_path / ".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(RecipeError, match=r"another grid runs in .*: wait for its end, or give another --out"):
-            grid.lock(tmp_path)
 
 
 def test_trainings_run_once_and_failures_are_named(tmp_path):
