@@ -372,7 +372,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
 def notes_of(config: Mapping[str, Any]) -> list[str]:
     """Return a sentence about the settings of config.json that nothing here reads, if it has any."""
     kinds = (name for _, names in KINDS.values() for name in names)
-    known = {*NOT_READ, *kinds, *EXPECTED, *EXPECTED_OF_RWKV7, "eos_token_id", "model_type", "safe_gate", "value_dim"}
+    known = {*NOT_READ, *kinds, *EXPECTED, *EXPECTED_OF_RWKV7, *DEFAULTS, "model_type", "safe_gate", "value_dim"}
     others = ", ".join(sorted(config.keys() - known))
     return [f"{CONFIG} has settings that are not read: {others}; the model must not depend on them"] * bool(others)
 

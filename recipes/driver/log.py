@@ -90,13 +90,15 @@ def hours_of(start: str) -> float:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the result of an evaluation; empty without one. Raises RecipeError for a damaged one."""
+    if not path.exists():
+        return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        found = ()
-    if found is not None and not (isinstance(found, dict) and found):
+        found = None
+    if not isinstance(found, dict) or not found:
         raise RecipeError(f"{path} must have the result of an evaluation: remove it, and evaluate again.")
-    return found or {}
+    return found
 
 
 class Progress:
