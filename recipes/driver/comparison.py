@@ -105,7 +105,7 @@ def perplexities(row: Row) -> list[str]:
 def write_grid(tables: Path, out: Path, folder: Path) -> None:
     """Write grid.csv and table.md of the runs in out/grid/RUN."""
     grid, rows = read_yaml(tables, plain=False), []
-    for name in runs(grid):
+    for name in runs(tables):
         run = read_run(out / "grid" / name)
         if run.updates is not None and not run.diverged:
             training = read_training(run.folder / "train.log")

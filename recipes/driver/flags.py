@@ -12,6 +12,7 @@ Values are passed on exactly as written, so 1e-3 stays 1e-3.
 import contextlib
 import io
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,22 @@ def read_yaml(path: Path, plain: bool = True) -> Any:
         raise RecipeError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
-def read_conf(path: Path) -> list[tuple[str, str]]:
-    """Return the lines of a YAML file and of those that it includes, in the order written. RecipeError if not flat."""
+@contextlib.contextmanager
+def shaped(path: Path, like: str) -> Iterator[None]:
+    """Raise RecipeError if the content of a file is not of the shape that is read within; like: an example."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RecipeError(f"{path} must be like {like}, got {type(error).__name__}: {error}.") from error
+
+
+def read_conf(path: Path, within: tuple[Path, ...] = ()) -> list[tuple[str, str]]:
+    """Return the lines of a YAML file and of those that it includes, in the order written. RecipeError if not flat.
+
+    within: the files that include it.
+    """
+    if path.resolve() in within:
+        raise RecipeError(f"{path} must not include itself, got an include of it in {within[-1]}.")
     settings = read_yaml(path)
     if not isinstance(settings, dict):
         raise RecipeError(f"{path} must be a flat list of `flag: value` lines.")
@@ -46,7 +61,8 @@ def read_conf(path: Path) -> list[tuple[str, str]]:
             raise RecipeError(
                 f"{path}: {name} must have one plain value, `true` for a switch; leave out a switch that is off."
             )
-        lines += read_conf(path.parent / value) if name == "include" else [(name, value)]
+        included = name == "include"
+        lines += read_conf(path.parent / value, (*within, path.resolve())) if included else [(name, value)]
     return lines
 
 

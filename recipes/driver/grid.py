@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from arguments import ROOT, Parser, whole_number
 from commands import RecipeError, check_same, lock, write
 from flags import refusal
-from log import find_log
+from log import check_unchanged, find_log
 from training import PLUGIN
 
 STAGES = {
@@ -50,12 +50,7 @@ class Training(NamedTuple):
         if not path.exists():
             return False
         check_same(self.folder / "settings.txt", shlex.join(self.flags))
-        told, has = path.read_text(encoding="utf-8").strip(), self.summary()
-        if told != has:
-            raise RecipeError(
-                f"train.log in {self.folder} has changed since the training finished: the result was "
-                f"{told or 'not recorded'}, and now it is {has or 'no result'}; remove the folder to train it again."
-            )
+        check_unchanged(self.folder, path.name)
         return True
 
     def run(self) -> None:
@@ -73,21 +68,15 @@ class Training(NamedTuple):
         print("+", shlex.join(sys.argv), flush=True)
         cli_main()
 
-    def summary(self, status: int | None = 0) -> str:
-        """Return the best loss and the updates of the log, in words; empty unless a training has finished with it."""
+    def finish(self, status: int | None = 0) -> str:
+        """Mark it as finished, without its checkpoints; return the summary of its log, empty if it failed."""
         found = find_log(self.folder)
         if not found or not (found.not_finite or (found.validations and not status)):
             return ""
-        curve = found.curve("loss")
-        return f"best loss {found.best('loss')}, {curve[-1][0] if curve else 0} updates"
-
-    def finish(self, status: int | None = 0) -> str:
-        """Mark it as finished, without its checkpoints; return the summary, empty if it failed."""
-        if said := self.summary(status):
-            for checkpoint in self.folder.glob("*.pt"):
-                checkpoint.unlink()
-            write(self.folder / "finished", said + "\n")
-        return said
+        for checkpoint in self.folder.glob("*.pt"):
+            checkpoint.unlink()
+        write(self.folder / "finished", found.summary + "\n")
+        return found.summary
 
 
 class Grid:

@@ -44,6 +44,12 @@ class Log(NamedTuple):
         return min((value for _, value in self.curve(name) if not math.isnan(value)), default=math.inf)
 
     @property
+    def summary(self) -> str:
+        """The best loss and the updates until the last validation, in words."""
+        updates = int(self.validations[-1]["num_updates"]) if self.validations else 0
+        return f"best loss {self.best('loss')}, {updates} updates"
+
+    @property
     def divergence(self) -> str:
         """The place where a non-finite gradient ended training, in words; empty if none did."""
         if not self.not_finite:
@@ -80,6 +86,17 @@ def find_log(folder: Path) -> Log | None:
     path = folder / "train.log"
     reached = path.exists() and PARAMETERS.search(path.read_text(encoding="utf-8", errors="replace"))
     return read_training(path) if reached else None
+
+
+def check_unchanged(folder: Path, mark: str) -> None:
+    """Raise RecipeError unless train.log still has the summary that was written into `mark` after the training."""
+    told, found = (folder / mark).read_text(encoding="utf-8").strip(), find_log(folder)
+    has = found.summary if found else "no result"
+    if told != has:
+        raise RecipeError(
+            f"train.log in {folder} has changed since the training finished: the result was {told or 'not recorded'}, "
+            f"and now it is {has}; remove the folder to train it again."
+        )
 
 
 def hours_of(start: str) -> float:

@@ -6,8 +6,7 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
-from commands import RecipeError
-from flags import as_flags, read_yaml
+from flags import as_flags, read_yaml, shaped
 from grid import Grid, Training
 from log import read_training
 from tables import markdown, save
@@ -26,16 +25,14 @@ ALWAYS = {
 class Problems(Grid):
     def read(self, conf: Path) -> Iterator[Training]:
         """Yield the trainings of models on problems. `chance` of a problem: right answers of a guess, in %."""
-        try:
-            plan = read_yaml(conf, plain=False)
+        plan = read_yaml(conf, plain=False)
+        with shaped(conf, "conf/quick.yaml"):
             for problem, asked in plan["problems"].items():
                 for model, seed in product(asked["models"], plan["seeds"]):
                     name = f"{problem}/" + re.sub(r"[^\w.]+", "_", f"{model}-{seed}")
                     flags = ALWAYS | plan["common"] | asked["flags"] | plan["models"][model] | {"seed": seed}
                     about = {"problem": problem, "model": model, "seed": seed, "chance": asked["chance"]}
                     yield Training(name, self.out / name, as_flags(flags), about)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise RecipeError(f"{conf} must be like conf/quick.yaml, got {type(error).__name__}: {error}.") from error
 
     def report(self, finished: list[Training]) -> None:
         """Write all evaluations, and a table of the means of the last ones."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import training
 from arguments import ROOT, Parser, names, whole_number
 from commands import RecipeError, check_same, lock, run, whole, write
-from flags import START, read_conf, read_flags, read_yaml, refusal, value_of
+from flags import START, read_conf, read_flags, read_yaml, refusal, shaped, value_of
 from prepare import check_own, known_as
 
 STAGES = {
@@ -125,8 +125,10 @@ class Recipe:
         return folder
 
     def named(self, name: str, seed: int | None) -> Model:
-        """Return the model of a name."""
-        return self.model(self.find_conf(f"conf/{name}.yaml"), seed)
+        """Return the model of a name that a YAML gives. Raises RecipeError if there is none."""
+        if name not in self.known():
+            raise RecipeError(f"`from` and `teacher` must be among {', '.join(self.known())}, got {name}.")
+        return self.model(self.recipe / "conf" / f"{name}.yaml", seed)
 
     def find_model(self, name: str, seed: int | None) -> Model:
         """Return the model of a name; without a seed if it was trained without one."""
@@ -197,7 +199,7 @@ class Recipe:
             elif not inside:
                 raise RecipeError(f"--models must be among {', '.join(known)}, got {name}.")
             elif rows.exists():
-                inside = [f"{name}/{run}" for run in runs(read_yaml(rows))]
+                inside = [f"{name}/{run}" for run in runs(rows)]
             found += inside
         return list(dict.fromkeys(found))
 
@@ -259,9 +261,14 @@ class Recipe:
         """Return the folder of the prepared text of --test; RecipeError if that of other files has the same name."""
         folder, settings = self.out / "tests" / name, known_as(*files)
         if not folder.is_dir():
-            make(folder, self.prepare_test, settings)
+            make(folder, self.prepare_own_test, settings)
         check_own(folder, settings, self.args.test)
         return folder
+
+    def prepare_own_test(self, work: Path) -> None:
+        self.prepare_test(work)
+        if ": 0 sents, " in (work / "preprocess.log").read_text(encoding="utf-8"):
+            raise RecipeError(f"--test must be a text of at least one line, got {self.args.test}, which is empty.")
 
     def check_trained(self, model: Model) -> None:
         if not model.has("trained"):
@@ -281,7 +288,8 @@ def make(folder: Path, prepare: Callable[[Path], None], settings: str) -> None:
         write(work / "source.txt", settings + "\n")
 
 
-def runs(tables: list[dict]) -> list[str]:
-    """Return the runs that rows, or rows of tables, name, each once."""
-    rows = [row for table in tables for row in table.get("rows", [table])]
-    return list(dict.fromkeys(row["run"] for row in rows))
+def runs(path: Path) -> list[str]:
+    """Return the runs that rows, or rows of tables, name in a YAML file, each once."""
+    with shaped(path, "recipes/peps/grid.yaml"):
+        rows = [row for table in read_yaml(path) for row in table.get("rows", [table])]
+        return list(dict.fromkeys(row["run"] for row in rows))

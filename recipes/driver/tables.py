@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from arguments import ROOT
 from commands import whole, write
-from log import read_json, read_training
+from log import check_unchanged, read_json, read_training
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], heads: Sequence[str] | None = None) -> None:
@@ -78,9 +78,11 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path) -> Run:
-    stopped = folder / "diverged"
-    if not stopped.exists() and not (folder / "trained").exists():
+    stopped, done = folder / "diverged", folder / "trained"
+    if not stopped.exists() and not done.exists():
         return Run(folder)
+    if not stopped.exists() and done.stat().st_size:  # the version before wrote no summary
+        check_unchanged(folder, done.name)
     found = read_training(folder / "train.log")
     said = stopped.read_text(encoding="utf-8").strip() if stopped.exists() else ""
     return Run(folder, found.parameters, found.updates, found.hours, said)

@@ -1,7 +1,7 @@
 """A training by fairseq-train: an interrupted one is resumed, a finished one is not repeated.
 
-Its folder gets settings.txt (the flags), train.log and checkpoints, and at its end the file `trained`, or `diverged`
-with the place of a non-finite gradient.
+Its folder gets settings.txt (the flags), train.log and checkpoints, and at its end the file `trained` with a summary of
+the log, or `diverged` with the place of a non-finite gradient.
 """
 
 import os
@@ -25,23 +25,25 @@ SAVING = ["--no-epoch-checkpoints", "--keep-interval-updates", "1", "--log-forma
 def train(folder: Path, data: Path, flags: list[str]) -> None:
     """Train a model on the output of fairseq-preprocess. Raises RecipeError if training fails without diverging."""
     name = folder.name if not folder.name.startswith("seed_") else f"{folder.parent.name}, {folder.name}"
-    ended = next((mark for mark in ("diverged", "trained") if (folder / mark).exists()), "")
-    if ended or (folder / "checkpoint_last.pt").exists():
+    diverged, done = folder / "diverged", folder / "trained"
+    if any(path.exists() for path in (diverged, done, folder / "checkpoint_last.pt")):
         check_same(folder / "settings.txt", shlex.join(flags))
     trained = f"{folder / 'checkpoint_best.pt'}, train.log"
-    if ended:
-        where = (folder / ended).read_text(encoding="utf-8").strip()
-        print(f"{name} " + (f"diverged before: {where}." if where else f"is trained already: {trained}."))
+    if diverged.exists():
+        print(f"{name} diverged before: {diverged.read_text(encoding='utf-8').strip()}.")
+        return
+    if done.exists():
+        print(f"{name} is trained already: {trained}.")
         return
     lock(folder)
     write(folder / "settings.txt", shlex.join(flags) + "\n")
     # Flags of the command line come last, and so override others.
     command = [str(data), "--save-dir", str(folder), *SAVING, *(() if "--user-dir" in flags else PLUGIN), *flags]
     if fairseq_train(command, folder / "train.log", name):
-        (folder / "trained").touch()
+        write(done, found.summary + "\n" if (found := find_log(folder)) else "")
         print(f"{name} is trained: {trained}.")
     elif (found := find_log(folder)) and found.not_finite:
-        write(folder / "diverged", found.divergence + "\n")  # a result: the other models are trained
+        write(diverged, found.divergence + "\n")  # a result: the other models are trained
         print(f"{name} diverged: {found.divergence}.")
     else:
         raise RecipeError(f"the training of {name} failed: see {folder / 'train.log'}.")

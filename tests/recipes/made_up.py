@@ -34,8 +34,10 @@ def log(*validations, name="ppl", seconds=36, more=""):
 def trained(folder, *validations, diverged="", **more):
     """Make the folder of a finished training."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.log").write_text(log(*(validations or [(60, 8.0)]), **more))
-    (folder / ("diverged" if diverged else "trained")).write_text(diverged)
+    validations = validations or [(60, 8.0)]
+    (folder / "train.log").write_text(log(*validations, **more))
+    summary = f"best loss inf, {validations[-1][0]} updates\n"
+    (folder / ("diverged" if diverged else "trained")).write_text(diverged or summary)
     return folder
 
 

@@ -16,6 +16,7 @@ import log
 import made_up
 import prepare
 import pytest
+import tables
 import training
 from commands import RecipeError
 from pairwise import looped
@@ -88,7 +89,7 @@ def test_flags_are_passed_on_as_written(tmp_path):
     assert flags.label(["--stride", "8", "--cpu", "--batch-size", "2", "--path=/a/b"]) == "stride 8 path=_a_b"
 
 
-@looped("text", ["", "- a\n", "a: [1\n", "a: {b: 1}\n", "a:\n", "a: false\n", "include: no.yaml\n"])
+@looped("text", ["", "- a", "a: [1", "a: {b: 1}", "a:", "a: false", "include: no.yaml", "include: a.yaml"])
 def test_what_is_not_flat_is_refused(tmp_path, text):
     conf = tmp_path / "a.yaml"
     conf.write_text(text)
@@ -149,6 +150,10 @@ def test_ways_of_evaluation_are_those_of_the_first_pattern(tmp_path):
         evaluation.read_ways(path, "xl")
     with pytest.raises(RecipeError, match="has no pattern that fits delta"):
         evaluation.read_ways(path, "delta")
+    for text in ("- xl\n", "xl: --stride 8\n", "xl: {a: {values: 1}}\n", "xl: {a: {flags: --x, values: [1]}}\n"):
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=r"evaluation\.yaml must be like recipes/peps/evaluation\.yaml, got"):
+            evaluation.read_ways(path, "xl")
 
 
 @looped("test_all", [False, True])
@@ -206,8 +211,13 @@ def test_a_training_ends_once_as_trained_or_diverged(tmp_path, monkeypatch, caps
     stand_in(tmp_path, monkeypatch, made_up.log((60, 8.0)) + "| done training")
     for name in ("sum", "sum", "delta"):
         train(name)
-    assert runs() == 3 and (tmp_path / "sum" / "trained").exists()
-    assert "--lr 1e-3 --save-dir" not in (tmp_path / "sum" / "train.log").read_text()  # what is given comes last
+    assert runs() == 3 and (tmp_path / "sum" / "trained").read_text() == "best loss inf, 60 updates\n"
+    written = tmp_path / "sum" / "train.log"
+    assert "--lr 1e-3 --save-dir" not in written.read_text()  # what is given comes last
+    assert tables.read_run(tmp_path / "sum").updates == 60
+    written.write_text(made_up.log((30, 9.0)))
+    with pytest.raises(RecipeError, match=r"has changed since .* was best loss inf, 60 updates, .* is .* 30 updates"):
+        tables.read_run(tmp_path / "sum")
     for name in ("sum", "delta"):
         with pytest.raises(RecipeError, match="was made with other settings"):
             train(name, "--seed", "2")

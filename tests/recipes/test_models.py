@@ -100,7 +100,7 @@ def test_wrong_arguments_are_one_line_and_nothing_is_written(start, tmp_path, ca
     assert not (tmp_path / "out").exists()
 
 
-def test_models_are_names_folders_or_files(start, tmp_path):
+def test_models_are_names_folders_or_files(start, recipe, tmp_path):
     def names(*words):
         return [model.name for model in start(*words).models]
 
@@ -110,6 +110,10 @@ def test_models_are_names_folders_or_files(start, tmp_path):
     assert names("--conf", "conf/grid/a.yaml") == ["grid/a"]
     (tmp_path / "own.yaml").write_text(CONF)
     assert names("--conf", tmp_path / "own.yaml") == ["own"]
+    for text in ("- b\n", "- {table: T, rows: [{name: b}]}\n", "rows: [{run: b}]\n"):
+        (recipe / "grid.yaml").write_text(text)
+        with pytest.raises(RecipeError, match=r"grid\.yaml must be like recipes/peps/grid\.yaml, got"):
+            names("--models", "grid")
     assert not start("prepare", settings=TEXT).models
     with pytest.raises(RecipeError, match=r"--conf conf/NAME.yaml or --models NAME must be given"):
         start("train", settings=TEXT)
@@ -183,7 +187,7 @@ def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match=r"first\.yaml must have a model to convert: add a line `from: NAME`"):
         start("--models", "first")
     conf.write_text(CONF + "from: summ\n")
-    with pytest.raises(RecipeError, match=r"--conf must be conf/NAME.yaml, got conf/summ.yaml"):
+    with pytest.raises(RecipeError, match=r"`from` and `teacher` must be among delta, .*, got summ"):
         start("train", "--models", "first").check_flags()
     (recipe / "conf" / "shared.yaml").write_text("from: sum\n" + convert)
     conf.write_text(CONF + "include: shared.yaml\n")
@@ -237,6 +241,10 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(start, t
     for path in (other, own):
         with pytest.raises(RecipeError, match=r"own_mine holds another text .*rename the new .* own_mine\*\.json"):
             prepare(path)
+    own.write_text("")
+    with pytest.raises(RecipeError, match=r"--test must be a text of at least one line, got .*mine\.txt, which is"):
+        start("evaluate", "--test", own).own_test("own_empty", [own])
+    assert not (tmp_path / "out/tests/own_empty").exists()
 
 
 def test_the_command_line_replaces_the_way_of_reading(start, recipe, capsys):
