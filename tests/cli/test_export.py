@@ -68,9 +68,8 @@ def test_a_graph_in_pieces_gives_the_log_probabilities_of_the_model(kind, tmp_pa
     assert error <= max(1e-4, 20 * of_model), (error, of_model)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=() if x == "rule-delta" else pytest.mark.slow) for x in TRANSLATED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRANSLATED)
 def test_a_step_of_translation_gives_the_log_probabilities_of_the_model(kind, tmp_path):
     """Also for a long translation, and a source and rows of other numbers than in the export."""
     import onnxruntime
