@@ -36,7 +36,7 @@ KERNELS = "cuda_ext/cuda/"  # mutants that the emulator runs, in test_kernel_mut
 TESTS = {
     "cuda_ext": "laws ops modules",
     "fairseq_fwp/cli": "cli evaluation test_commands.py",
-    "fairseq_fwp/convert": "convert",
+    "fairseq_fwp/convert": "convert test_pretrained.py",
     "fairseq_fwp/distillation.py": "test_distillation.py",
     "fairseq_fwp/evaluation": "evaluation cli",
     "fairseq_fwp/fast_weight_layer": "fast_weight_layer models cli",
