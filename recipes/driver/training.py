@@ -1,7 +1,7 @@
 """A training by fairseq-train: an interrupted one is resumed, a finished one is not repeated.
 
-Its folder gets settings.txt (the flags), train.log and checkpoints, and at its end the file `trained` with a summary of
-the log, or `diverged` with the place of a non-finite gradient.
+Its folder gets settings.txt (the flags), train.log and checkpoints. At its end it gets the file `trained`, with a summary
+of the log, or `diverged`, with the place of a non-finite gradient.
 """
 
 import os
