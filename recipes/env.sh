@@ -8,8 +8,8 @@ run() { # prints the command, then runs it
   "$@"
 }
 
-recipe() { # recipe KIND SETTINGS... -- ARGUMENTS...: the driver, for the recipe in this folder
-  "$python" "$root/recipes/driver" "$1" --recipe "$here" "${@:2}"
+recipe() { # recipe KIND SETTINGS... -- ARGUMENTS...: become the driver, for the recipe in this folder
+  exec "$python" "$root/recipes/driver" "$1" --recipe "$here" "${@:2}"
 }
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[1]}")" && pwd -P)

@@ -42,8 +42,8 @@ class Parser(argparse.ArgumentParser):
             self.error("--save-dir is set by the recipe (--out): leave it out.")
         if extra and not extra[0].startswith("-"):
             self.error(f"flags must begin with --, got {extra[0]}.")
-        if args.out and args.out.exists() and not args.out.is_dir():
-            self.error(f"--out must be a folder, got the file {args.out}.")
+        if file := next((path for path in (args.out, *args.out.parents) if path.is_file()), None) if args.out else None:
+            self.error(f"--out must be a folder, got {args.out}: {file} is a file.")
         args.stage, args.extra = stage, extra
         args.out = args.out and args.out.absolute()
         return args

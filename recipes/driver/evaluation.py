@@ -1,11 +1,12 @@
 """The evaluation of a language model: labels, flags of fwp-eval-lm, and values, of which the best on valid counts."""
 
 import fnmatch
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commands import RecipeError, run, whole
-from flags import read_yaml, shaped
+from commands import RecipeError, check_same, run, whole, write
+from flags import read_yaml, shaped, without_silent
 from log import read_json
 from prepare import count
 
@@ -51,7 +52,11 @@ def read_way(path: Path, label: str, asked: Any) -> Way:
         known = ", ".join(Way._fields[1:])
         raise RecipeError(f"{path}: the fields of an evaluation must be among {known}, got {', '.join(unknown)}.")
     lists = {field: tuple(asked[field].split()) for field in ("splits", "values") if field in asked}
-    return Way(label, asked["flags"], test_all=asked.get("test_all") == "true", **lists)
+    way = Way(label, asked["flags"], test_all=asked.get("test_all") == "true", **lists)
+    if not {*way.splits} <= {"valid", "test"} or (way.values and "valid" not in way.splits):
+        must = "valid or test, and with values also valid"
+        raise RecipeError(f"{path}: the splits of {label!r} must be {must}, got {' '.join(way.splits)}.")
+    return way
 
 
 def result(folder: Path, *words: str) -> Path:
@@ -72,9 +77,13 @@ def evaluate(folder: Path, data: Path, text: Path, way: Way, flags: list[str]) -
 
 def score(checkpoint: Path, path: Path, data: Path, split: str, text: Path | None, flags: list[object]) -> None:
     """Run fwp-eval-lm, unless the result exists; with `text` check that it scored every token of text/SPLIT.txt."""
+    settings, said = path.with_suffix(".flags"), shlex.join(without_silent(list(map(str, flags))))
     if path.exists():
+        if settings.exists():
+            check_same(settings, said)
         print(f"{path.parent.name} is evaluated already: {path}")
         return
+    write(settings, said)
     with whole(path) as work:
         out = ["--no-progress-bar", "--json", work]
         run("fwp-eval-lm", data, "--path", checkpoint, "--gen-subset", split, *out, *flags)

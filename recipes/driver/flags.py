@@ -90,15 +90,20 @@ def value_of(flags: list[str], name: str, default: str = "") -> str:
     return default
 
 
-def label(flags: list[str]) -> str:
-    """Return a name for an evaluation with these flags: those that change the result, without slashes."""
-    names, words = [], iter(flags)
+def without_silent(flags: list[str]) -> list[str]:
+    """Return the flags that change the result of an evaluation, with their values."""
+    kept, words = [], iter(flags)
     for flag in words:
         if flag in SILENT[0]:
             next(words, None)  # its value
         elif flag.partition("=")[0] not in SILENT[0] | SILENT[1]:
-            names.append(flag.removeprefix("--"))
-    return " ".join(names).replace("/", "_")
+            kept.append(flag)
+    return kept
+
+
+def label(flags: list[str]) -> str:
+    """Return a name for an evaluation with these flags, without slashes."""
+    return " ".join(flag.removeprefix("--") for flag in without_silent(flags)).replace("/", "_")
 
 
 def refusal(flags: list[str], program: str = "fairseq-train") -> str | None:

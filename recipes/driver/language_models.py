@@ -8,7 +8,7 @@ import evaluation
 from arguments import ROOT, whole_number
 from commands import RecipeError, run, write
 from evaluation import READING, Way
-from flags import label
+from flags import label, refusal
 from prepare import SPLITS, apply_bpe, check_counts, cut, learn_bpe, preprocess, preprocess_text, read_lines, remove
 from recipe import STAGES, Model, Recipe
 from texts import TEXTS, checksum
@@ -39,7 +39,8 @@ class LanguageModels(Recipe):
         super().__init__(arguments)
         self.text, self.merges, self.lines = TEXTS[self.args.text], self.args.merges, self.args.lines
         if (file := self.args.test) and not file.is_file():
-            raise RecipeError(f"--test must be the name of a text file, got {file}, which does not exist.")
+            what = "a folder" if file.is_dir() else "which does not exist"
+            raise RecipeError(f"--test must be the name of a text file, got {file}, {what}.")
 
     def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
         super().add_text_flags(parser)
@@ -107,6 +108,15 @@ class LanguageModels(Recipe):
         return ["--source", "fwp-lm", "--vocabulary", self.bin / "dict.txt"]
 
     # Evaluation.
+
+    def check_flags(self) -> None:
+        super().check_flags()
+        path = self.recipe / "evaluation.yaml"
+        for model in self.models if self.stage in ("train", "evaluate", "all") else ():
+            for way in evaluation.read_ways(path, model.name):
+                words = way.words(next(iter(way.values), ""))
+                if reason := refusal([str(self.bin), "--path", "checkpoint_best.pt", *words], self.evaluator):
+                    raise RecipeError(f"{path}: {self.evaluator} refuses the flags of {way.label!r}: {reason}.")
 
     def ways(self, model: Model) -> list[Way]:
         """Return the ways of evaluation: the recipe's, unless flags of the command line replace them."""

@@ -239,9 +239,13 @@ class Recipe:
             for model in self.models:
                 if not model.has("diverged"):
                     self.check_trained(model)
+                    lock(model.folder)
                     self.evaluate(model)
         if self.stage in ("evaluate", "report", "all") and not self.args.test:
+            lock(self.out)
             self.report()
+            if left := [model.label for model in self.models if not model.has("trained") and not model.has("diverged")]:
+                print(f"Not trained yet: {'; '.join(left)}.")
 
     def prepare_once(self) -> None:
         settings = self.settings()
@@ -260,6 +264,7 @@ class Recipe:
     def own_test(self, name: str, files: list[Path]) -> Path:
         """Return the folder of the prepared text of --test; RecipeError if that of other files has the same name."""
         folder, settings = self.out / "tests" / name, known_as(*files)
+        lock(folder.parent)
         if not folder.is_dir():
             make(folder, self.prepare_own_test, settings)
         check_own(folder, settings, self.args.test)

@@ -1,7 +1,7 @@
 """A training by fairseq-train: an interrupted one is resumed, a finished one is not repeated.
 
-Its folder gets settings.txt (the flags), train.log and checkpoints. At its end it gets the file `trained`, with a summary
-of the log, or `diverged`, with the place of a non-finite gradient.
+Its folder gets settings.txt (the flags), train.log and checkpoints. At its end it gets the file `trained`, with a
+summary of the log, or `diverged`, with the place of a non-finite gradient.
 """
 
 import os
@@ -9,6 +9,8 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from arguments import ROOT
@@ -49,21 +51,34 @@ def train(folder: Path, data: Path, flags: list[str]) -> None:
         raise RecipeError(f"the training of {name} failed: see {folder / 'train.log'}.")
 
 
+def follow(log: Path, start: int, process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """Yield the lines that a process adds to a log after its first `start` bytes, until it ends."""
+    with log.open("rb") as file:
+        file.seek(start)
+        rest, ended = b"", False
+        while not ended:
+            ended = process.poll() is not None  # asked before the last lines are read
+            *lines, rest = (rest + file.read()).split(b"\n")
+            yield from (line.decode("utf-8", "replace") for line in lines)
+            if not ended:
+                time.sleep(0.1)
+
+
 def fairseq_train(flags: list[str], log: Path, label: str) -> bool:
     """Run fairseq-train, with $LAUNCH (torchrun, srun, ...) before it if set; append to its log; return its success."""
     command = ["fairseq-train", *flags]
     if launch := os.environ.get("LAUNCH"):
         command = [*shlex.split(launch), shutil.which("fairseq-train") or "fairseq-train", *flags]
     show(command)
-    progress, pipe = Progress(label), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with log.open("a", encoding="utf-8", buffering=1) as file:  # line by line
+    progress, locks = Progress(label), {"pass_fds": [*LOCKS.values()]}
+    with log.open("a", encoding="utf-8") as file:
         file.write("+ " + shlex.join(command) + "\n")
-        with subprocess.Popen(
-            command, env=MEMORY | os.environ, **pipe, encoding="utf-8", errors="replace", pass_fds=[*LOCKS.values()]
-        ) as process:
+        file.flush()
+        # The training writes the log itself: if this process is killed, the training may go on, and its log too.
+        to = {"stdout": file, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, env=MEMORY | os.environ, **to, **locks) as process:
             try:
-                for line in process.stdout or ():
-                    file.write(line)
+                for line in follow(log, file.tell(), process):
                     progress.read(line)
             except BaseException:
                 process.send_signal(signal.SIGTERM)

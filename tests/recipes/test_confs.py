@@ -69,7 +69,7 @@ def test_rows_add_to_their_preset_what_neither_that_nor_the_included_file_says()
 
 @pytest.mark.parametrize("group", ["grid", "carried"])
 def test_rows_of_the_papers_tables_are_those_of_confs_and_all_different(group):
-    rows = runs(read_yaml(RECIPES / "peps" / f"{group}.yaml"))
+    rows = runs(RECIPES / "peps" / f"{group}.yaml")
     confs = sorted((RECIPES / "peps" / "conf" / group).glob("*.yaml"))
     assert sorted(rows) == [conf.stem for conf in confs if conf.stem != "common"]
     flags = [tuple(read_flags(conf)) for conf in confs]

@@ -140,16 +140,20 @@ def test_ways_of_evaluation_are_those_of_the_first_pattern(tmp_path):
     path = tmp_path / "evaluation.yaml"
     assert evaluation.read_ways(path, "delta") == [evaluation.Way()]
     path.write_text(
-        "xl/*: {window: --stride 8}\n'*':\n  rms: {flags: --lr @, values: 1 2, splits: test, test_all: true}\n"
+        "xl/*: {window: --stride 8}\n'*':\n  rms: {flags: --lr @, values: 1 2, splits: valid test, test_all: true}\n"
     )
     assert evaluation.read_ways(path, "xl/base") == [evaluation.Way("window", "--stride 8")]
     (way,) = evaluation.read_ways(path, "delta")
-    assert way == evaluation.Way("rms", "--lr @", ("test",), ("1", "2"), test_all=True)
+    assert way == evaluation.Way("rms", "--lr @", ("valid", "test"), ("1", "2"), test_all=True)
     path.write_text("xl: {a: {flag: --x}}\n")
     with pytest.raises(RecipeError, match=r"the fields of an evaluation must be among flags, .*, got flag\."):
         evaluation.read_ways(path, "xl")
     with pytest.raises(RecipeError, match="has no pattern that fits delta"):
         evaluation.read_ways(path, "delta")
+    for splits in ("tst", "test"):
+        path.write_text(f"xl: {{a: {{flags: --lr @, values: 1, splits: {splits}}}}}\n")
+        with pytest.raises(RecipeError, match=f"the splits of 'a' must be valid or test, and .* valid, got {splits}"):
+            evaluation.read_ways(path, "xl")
     for text in ("- xl\n", "xl: --stride 8\n", "xl: {a: {values: 1}}\n", "xl: {a: {flags: --x, values: [1]}}\n"):
         path.write_text(text)
         with pytest.raises(RecipeError, match=r"evaluation\.yaml must be like recipes/peps/evaluation\.yaml, got"):
@@ -169,6 +173,23 @@ def test_the_best_value_of_valid_is_used_on_test(tmp_path, monkeypatch, test_all
     assert evaluation.best(tmp_path, "rms") == "2"
     with pytest.raises(RecipeError, match="no result on the validation text for sgd"):
         evaluation.best(tmp_path, "sgd")
+
+
+def test_a_result_is_that_of_its_flags(tmp_path, monkeypatch, capsys):
+    def run(program, *words):
+        words[words.index("--json") + 1].write_text('{"perplexity": 4.0}')
+
+    def score(*flags):
+        evaluation.score(tmp_path / "best.pt", tmp_path / "valid.json", tmp_path, "valid", None, list(flags))
+
+    monkeypatch.setattr(evaluation, "run", run)
+    score("--stride", 8)
+    score("--stride", "8", "--batch-size", "2", "--cpu")
+    assert "is evaluated already" in capsys.readouterr().out
+    with pytest.raises(RecipeError, match=r"other settings \(see .*valid\.flags\), which differ in --stride"):
+        score("--stride", 4)
+    (tmp_path / "valid.flags").unlink()  # the version before kept none
+    score("--stride", 4)
 
 
 def test_tokens_that_were_not_scored_are_an_error(tmp_path):
@@ -221,6 +242,28 @@ def test_a_training_ends_once_as_trained_or_diverged(tmp_path, monkeypatch, caps
     for name in ("sum", "delta"):
         with pytest.raises(RecipeError, match="was made with other settings"):
             train(name, "--seed", "2")
+
+
+def test_a_training_that_is_left_behind_goes_on_with_its_log(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, "")
+    wait = "touch begun; while [ ! -e go ]; do sleep 0.02; done"
+    (tmp_path / "bin/fairseq-train").write_text(f"#!/bin/sh\necho first; {wait}; echo last; touch ended\n")
+    path = [str(Path(training.__file__).parent), str(made_up.ROOT)]
+    code = f"import sys; sys.path[:0] = {path}; import training; training.train(training.Path('sum'), '', [])"
+
+    def until(name):
+        for _ in range(2000):
+            if (tmp_path / name).exists():
+                return
+            time.sleep(0.02)
+        raise TimeoutError(name)
+
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.DEVNULL) as driver:
+        until("begun")
+        driver.kill()
+    (tmp_path / "go").touch()
+    until("ended")
+    assert (tmp_path / "sum/train.log").read_text().endswith("\nfirst\nlast\n")
 
 
 def test_launch_starts_several_processes(tmp_path, monkeypatch):

@@ -79,6 +79,7 @@ REFUSED = [
         "evaluate --test none.txt",
         "--test must be the name of a text file, got none.txt, which",
     ),
+    (LanguageModels, "evaluate --test .", "--test must be the name of a text file, got ., a folder"),
     (LanguageModels, "prepare --data /nonexistent", "--data must be a folder, got /nonexistent"),
     (LanguageModels, "prepare --any-text", "--data FOLDER must be given with --any-text"),
     (Conversion, "all --rows nosuch", "--rows must be among softmax, local_w32.*, got nosuch"),
@@ -248,6 +249,9 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(start, t
 
 
 def test_the_command_line_replaces_the_way_of_reading(start, recipe, capsys):
+    (recipe / "evaluation.yaml").write_text("'*': {window: --strid 1, blocks: --context-window 0}\n")
+    with pytest.raises(RecipeError, match=r"fwp-eval-lm refuses the flags of 'window': unrecognized .* --strid"):
+        start("train").check_flags()
     (recipe / "evaluation.yaml").write_text("'*': {window: --stride 1, blocks: --context-window 0}\n")
     made = start("evaluate", "--dynamic", "sgd", "--cpu")
     assert [way.label for way in made.ways(made.models[0])] == ["window dynamic sgd", "blocks dynamic sgd"]
