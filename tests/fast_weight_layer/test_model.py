@@ -144,10 +144,10 @@ def test_dropout_leaves_the_keys_of_the_layer_as_they_are():
 
 @looped(("kind", "below"), [("Transformer-XL", "FwpXlDecoder"), ("local", "FwpDecoder")])
 def test_dropout_can_be_retained_by_the_name_of_the_decoder_below(kind, below):
-    for name, retained in ((below, True), ("DecoderLayer", False)):
-        model = build_layer(kind)
-        model.decoder.dropout.make_generation_fast_(retain_dropout=True, retain_dropout_modules=[name])
-        assert model.decoder.dropout.retained == retained
+    dropout = build_layer(kind).decoder.dropout
+    for asked, names, retained in ((True, [below], True), (True, ["DecoderLayer"], False), (False, None, False)):
+        dropout.make_generation_fast_(retain_dropout=asked, retain_dropout_modules=names)
+        assert dropout.retained == retained
 
 
 def test_half_of_the_loss_below_it():

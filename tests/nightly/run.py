@@ -43,7 +43,7 @@ TESTS = {
     "fairseq_fwp/interop": "interop cli",
     "fairseq_fwp/kernels": "kernels ops",
     "fairseq_fwp/models": "models tasks evaluation convert modules",
-    "fairseq_fwp/modules": "modules models tasks convert",
+    "fairseq_fwp/modules": "modules models tasks fast_weight_layer convert",
     "fairseq_fwp/ops": "laws ops modules",
     "fairseq_fwp/patches": "patches cli tasks nightly/test_kill_and_resume.py",
     "fairseq_fwp/pretrained.py": "test_pretrained.py",
