@@ -37,7 +37,9 @@ def load_weights_only(load, f, map_location=None, pickle_module=None, **kwargs):
 def explain_other_files(load, path, *args, **kwargs):
     """Name a file that is cut short, or no checkpoint: fairseq shows an error of the zip or pickle reader."""
     try:
-        return load(path, *args, **kwargs)
+        state = load(path, *args, **kwargs)
+        state["model"]  # fairseq asks for it later
+        return state
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         # In a truncated zip archive, the reader seeks to places before the beginning.
         if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR):
