@@ -55,6 +55,26 @@ def test_a_window_is_as_long_as_in_training_and_no_longer_than_the_model_reads(o
     assert eval_lm.read_protocol(args, model, Namespace(tokens_per_sample=of_task)).window == window
 
 
+# The last is that of a checkpoint from before the flag.
+@looped("of_task, first", [({"add_bos_token": True}, "<s>"), ({"add_bos_token": False}, "</s>"), ({}, "</s>")])
+def test_the_text_begins_with_the_token_of_the_training(of_task, first):
+    dictionary, read = make_dictionary(20), []
+    model = SimpleNamespace(max_positions=lambda: 8, decoder=SimpleNamespace(carries_state=False))
+    cfg = SimpleNamespace(task=Namespace(tokens_per_sample=8, **of_task))
+
+    def load_text(task, data, split, first, reset_after):
+        read.append(dictionary[first])
+        raise ValueError("that is all")
+
+    with pytest.MonkeyPatch.context() as patch:
+        task = SimpleNamespace(source_dictionary=dictionary)
+        patch.setattr(eval_lm.loading, "load_model", lambda *given: (model, task, cfg))
+        patch.setattr(eval_lm, "load_text", load_text)
+        with pytest.raises(ValueError, match="that is all"):
+            eval_lm.run(eval_lm.parser().parse_args(["data", "--path", "x"]))
+    assert read == [first]
+
+
 # From here on with a checkpoint and binarised text.
 
 
