@@ -190,6 +190,7 @@ def test_temperature_divides_the_scores_of_words(cutoffs):
 def test_cutoffs_beyond_the_vocabulary_are_dropped_with_one_line(caplog):
     for cutoffs, kept in (("", []), ("20, 30", [20, 30]), ("20,50", [20]), ("20,51", [20])):
         assert build_model("fwp_lm", adaptive_softmax_cutoff=cutoffs).decoder.adaptive_softmax.bounds == [0, *kept, 50]
+    caplog.clear()  # where fairseq has set the level before
     with caplog.at_level("INFO"):
         model = build_model("delta_lm_wt103", vocabulary=25_000)
     assert model.decoder.adaptive_softmax.bounds == [0, 20_000, 25_000]
