@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
             self.error("--save-dir is set by the recipe (--out): leave it out.")
         if extra and not extra[0].startswith("-"):
             self.error(f"flags must begin with --, got {extra[0]}.")
-        if file := next((path for path in (args.out, *args.out.parents) if path.is_file()), None) if args.out else None:
+        if file := next(filter(Path.is_file, [args.out, *args.out.parents] if args.out else []), None):
             self.error(f"--out must be a folder, got {args.out}: {file} is a file.")
         args.stage, args.extra = stage, extra
         args.out = args.out and args.out.absolute()

@@ -50,7 +50,7 @@ class Training(NamedTuple):
         if not path.exists():
             return False
         check_same(self.folder / "settings.txt", shlex.join(self.flags))
-        check_unchanged(self.folder, path.name)
+        check_unchanged(path)
         return True
 
     def run(self) -> None:

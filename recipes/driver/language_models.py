@@ -112,11 +112,11 @@ class LanguageModels(Recipe):
     def check_flags(self) -> None:
         super().check_flags()
         path = self.recipe / "evaluation.yaml"
-        for model in self.models if self.stage in ("train", "evaluate", "all") else ():
-            for way in evaluation.read_ways(path, model.name):
-                words = way.words(next(iter(way.values), ""))
-                if reason := refusal([str(self.bin), "--path", "checkpoint_best.pt", *words], self.evaluator):
-                    raise RecipeError(f"{path}: {self.evaluator} refuses the flags of {way.label!r}: {reason}.")
+        models = self.models if self.stage in ("train", "evaluate", "all") else []
+        for way in dict.fromkeys(way for model in models for way in evaluation.read_ways(path, model.name)):
+            words = way.words(next(iter(way.values), ""))
+            if reason := refusal([str(self.bin), "--path", "checkpoint_best.pt", *words], self.evaluator):
+                raise RecipeError(f"{path}: {self.evaluator} refuses the flags of {way.label!r}: {reason}.")
 
     def ways(self, model: Model) -> list[Way]:
         """Return the ways of evaluation: the recipe's, unless flags of the command line replace them."""

@@ -88,9 +88,10 @@ def find_log(folder: Path) -> Log | None:
     return read_training(path) if reached else None
 
 
-def check_unchanged(folder: Path, mark: str) -> None:
-    """Raise RecipeError unless train.log still has the summary that was written into `mark` after the training."""
-    told, found = (folder / mark).read_text(encoding="utf-8").strip(), find_log(folder)
+def check_unchanged(mark: Path) -> None:
+    """Raise RecipeError unless train.log next to `mark` still has the summary that it got after the training."""
+    folder, told = mark.parent, mark.read_text(encoding="utf-8").strip()
+    found = find_log(folder)
     has = found.summary if found else "no result"
     if told != has:
         raise RecipeError(

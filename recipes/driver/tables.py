@@ -82,7 +82,7 @@ def read_run(folder: Path) -> Run:
     if not stopped.exists() and not done.exists():
         return Run(folder)
     if not stopped.exists() and done.stat().st_size:  # the version before wrote no summary
-        check_unchanged(folder, done.name)
+        check_unchanged(done)
     found = read_training(folder / "train.log")
     said = stopped.read_text(encoding="utf-8").strip() if stopped.exists() else ""
     return Run(folder, found.parameters, found.updates, found.hours, said)

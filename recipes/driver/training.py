@@ -41,10 +41,12 @@ def train(folder: Path, data: Path, flags: list[str]) -> None:
     write(folder / "settings.txt", shlex.join(flags) + "\n")
     # Flags of the command line come last, and so override others.
     command = [str(data), "--save-dir", str(folder), *SAVING, *(() if "--user-dir" in flags else PLUGIN), *flags]
-    if fairseq_train(command, folder / "train.log", name):
-        write(done, found.summary + "\n" if (found := find_log(folder)) else "")
+    succeeded = fairseq_train(command, folder / "train.log", name)
+    found = find_log(folder)
+    if succeeded:
+        write(done, f"{found.summary}\n" if found else "")
         print(f"{name} is trained: {trained}.")
-    elif (found := find_log(folder)) and found.not_finite:
+    elif found and found.not_finite:
         write(diverged, found.divergence + "\n")  # a result: the other models are trained
         print(f"{name} diverged: {found.divergence}.")
     else:
