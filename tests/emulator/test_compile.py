@@ -4,7 +4,7 @@ import re
 import subprocess
 
 import pytest
-from emulator import KERNELS
+from emulator import HERE, KERNELS, compiler
 from nvcc import compile_source, compiled_kernels, needs_nvcc, parse_report
 
 # By the type of the computation. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
@@ -53,6 +53,16 @@ def test_the_compiler_takes_the_kernels(tmp_path):
     command = ["nvcc", "-std=c++17", "-arch=sm_90a", "-ptx", "-fdevice-syntax-only", "-Werror", "all-warnings"]
     done = subprocess.run([*command, KERNELS / "kernels.cu", "-o", tmp_path / "k.ptx"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@needs_nvcc
+def test_launches_put_arguments_where_kernels_look(tmp_path):
+    """nvcc rewrites host code for the C++ compiler, and drops some initializers of enumerators in templates."""
+    source, said = HERE / "arguments.cu", []
+    for command in (["nvcc", "-arch=sm_90a"], [*compiler(), "-x", "c++", "-include", HERE / "emulator.h"]):
+        subprocess.run([*command, "-std=c++17", f"-I{KERNELS}", source, "-o", tmp_path / "program"], check=True)
+        said.append(subprocess.run([tmp_path / "program"], capture_output=True, text=True, check=True).stdout)
+    assert said[0] == said[1] and len(said[0].splitlines()) == 8
 
 
 @needs_nvcc
