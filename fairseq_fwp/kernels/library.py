@@ -79,20 +79,27 @@ def _load_or_build(folder: Path, device_type: str) -> None:
     if _load(folder / LIBRARY):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        leftovers: list[Path] = []
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # Remove leftovers of killed builds: the holder of the lock knows that no other build is running.
-            leftovers = list(folder.glob("build-*"))
-        except OSError as error:  # Some file systems have no locks. Building twice there only costs time.
-            logger.info("%s cannot be locked: %s", folder, error)
+    with locked(folder) as alone:
         # Another process may have built it while this one waited for the lock.
         if not _load(folder / LIBRARY):
-            for leftover in leftovers:
+            # Remove leftovers of killed builds: the holder of the lock knows that no other build is running.
+            for leftover in folder.glob("build-*") if alone else ():
                 shutil.rmtree(leftover, ignore_errors=True)
             _build(folder, device_type)
             _load(folder / LIBRARY)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a library's folder; yield False where it has none, as in some file systems."""
+    with contextlib.ExitStack() as stack:
+        try:
+            fcntl.flock(stack.enter_context(open(folder / "lock", "w")), fcntl.LOCK_EX)
+            alone = True
+        except OSError as error:  # Working twice there only costs time.
+            logger.info("%s cannot be locked: %s", folder, error)
+            alone = False
+        yield alone
 
 
 def _build(folder: Path, device_type: str) -> None:

@@ -3,9 +3,10 @@
 A compiler can be wrong, and kernels for a GPU are compiled on machines where the tests never ran. So outputs, new
 states and all gradients of every rule are compared with the reference in float64 on small inputs, in a few seconds. If
 the kernel of a rule fails, it is not used. The result is stored next to the library, by the name of the GPU; a new
-library is checked again.
+library is checked again. One process of a folder checks at a time; the others wait for its result.
 
-The check runs in another process, because an illegal access makes a GPU unusable for the process that made it.
+The check runs in another process, because an illegal access makes a GPU unusable for the process that made it, and a
+kernel may never end.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import load_kernels
+from .library import load_kernels, locked
 
 # Not the CPU: tests cover it with common compilers, and a check costs a second for each new library.
 CHECKED = ("cuda",)
@@ -43,6 +44,8 @@ LONG = (
 WITH_SEGMENTS = ("sum_rule", "delta_rule", "gated_rule", "gla_rule", "gated_delta_rule")
 # Greatest distance from the reference, relative to its norm; the tests' bounds are at most a sixth of it.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# For the check of one rule, and for the imports before the first.
+SECONDS = 100.0
 Faults = dict[str, str]  # rule: the fault of its kernel
 _faults: dict[str, Faults] = {}
 _warned: set[str] = set()
@@ -87,16 +90,18 @@ def _load_and_check(device: str) -> Faults:
     library, name = Path(status.path), torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     known = read_faults(library)
     if name not in known:
-        try:
-            known[name] = _check_apart(device)
-        except RuntimeError as error:
-            said = f"the kernels are used on {device} without a check, which another process could not make: {error}"
-            warnings.warn(said, RuntimeWarning, stacklevel=7)
-            return {}
-        with contextlib.suppress(OSError):  # if it cannot be written, each process checks
-            part = library.with_name(f"checked.{os.getpid()}")
-            part.write_text(json.dumps({"library": _digest(library), "faults": known}, indent=1), encoding="utf-8")
-            os.replace(part, library.with_name("checked.json"))
+        with locked(library.parent):
+            known = read_faults(library)  # by another process, while this one waited
+            try:
+                known = known if name in known else known | {name: _check_apart(device)}
+            except RuntimeError as error:
+                said = f"the kernels are used on {device} without a check, which another process could not make"
+                warnings.warn(f"{said}: {error}", RuntimeWarning, stacklevel=7)
+                return {}
+            with contextlib.suppress(OSError):  # if it cannot be written, each process checks
+                part = library.with_name(f"checked.{os.getpid()}")
+                part.write_text(json.dumps({"library": _digest(library), "faults": known}, indent=1), encoding="utf-8")
+                os.replace(part, library.with_name("checked.json"))
     return _faults.setdefault(device, known[name])
 
 
@@ -116,22 +121,46 @@ def _check_apart(device: str) -> Faults:
     """Return the faults on a device, found by child processes; raise RuntimeError if they cannot run the check.
 
     A child writes a line for each rule that it begins to check, and one when it has checked it. After an error it ends,
-    and another child checks the other rules.
+    and if a line does not come within SECONDS it is killed; then another child checks the other rules.
     """
     faults: Faults = {}
     begun, ended = 0, False
     while not ended:
-        command = [sys.executable, "-c", CHILD, device, str(begun)]
-        child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-        lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("[")]
-        if child.returncode > 0 or not lines:
-            raise RuntimeError((child.stderr.strip() or "no output").splitlines()[-1])
+        said, status = _run_child([sys.executable, "-c", CHILD, device, str(begun)])
+        lines = [json.loads(line) for line in said if line.startswith("[")]
+        if status is None and not lines:
+            raise RuntimeError(f"it did not begin within {SECONDS:g} seconds")
+        if (status or 0) > 0 or not lines:
+            raise RuntimeError(said[-1] if said else "no output")
         faults |= {name: reason for name, reason in lines if reason}
         begun += sum(reason is None for _, reason in lines)
-        if child.returncode < 0:
-            faults[lines[-1][0]] = f"its check was ended by signal {-child.returncode}"
-        ended = child.returncode == 0 and lines[-1][0] == ALL
+        if status is None:
+            faults[lines[-1][0]] = f"its check did not end within {SECONDS:g} seconds"
+        elif status < 0:
+            faults[lines[-1][0]] = f"its check was ended by signal {-status}"
+        ended = status == 0 and lines[-1][0] == ALL
     return faults
+
+
+def _run_child(command: list[str]) -> tuple[list[str], int | None]:
+    """Return what a child has written, and its status: None if it was killed after SECONDS without a line."""
+    late, said = threading.Event(), []
+    to_one_pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], **to_one_pipe) as child:
+
+        def kill() -> None:
+            late.set()
+            child.kill()
+
+        assert child.stdout
+        line = "begins"
+        while line:
+            watch = threading.Timer(SECONDS, kill)
+            watch.start()
+            line = child.stdout.readline()
+            watch.cancel()
+            said += [line.strip()] if line.strip() else []
+    return said, None if late.is_set() else child.returncode
 
 
 def check_in_child(rules: Sequence[Any]) -> None:

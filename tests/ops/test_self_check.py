@@ -1,6 +1,8 @@
 """The check of kernels before their first use, with a CPU kernel made wrong on purpose."""
 
+import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fairseq_fwp import kernels, ops
 from fairseq_fwp.cli import info
 from fairseq_fwp.kernels import self_check
+from fairseq_fwp.kernels.library import locked
 from fairseq_fwp.ops.rules import RULES
 
 CPU = torch.device("cpu")
@@ -104,6 +107,37 @@ def test_a_rule_that_breaks_its_process_is_the_only_one_to_blame(monkeypatch):
     assert self_check._check_apart("cpu") == expected | {"rwkv7_rule": "off"}
 
 
+HANGS = """
+import json, sys, time
+for name in ("sum_rule", "gla_rule", "delta_rule")[int(sys.argv[2]):]:
+    print(json.dumps([name, None]), flush=True)
+    time.sleep(99 * (name == "gla_rule"))
+    print(json.dumps([name, ""]), flush=True)
+print(json.dumps(["all", ""]))
+"""
+
+
+def test_a_rule_whose_check_never_ends_is_the_only_one_to_blame(monkeypatch):
+    monkeypatch.setattr(self_check, "CHILD", HANGS)
+    monkeypatch.setattr(self_check, "SECONDS", 3)
+    assert self_check._check_apart("cpu") == {"gla_rule": "its check did not end within 3 seconds"}
+    monkeypatch.setattr(self_check, "CHILD", "import time; time.sleep(99)")
+    with pytest.raises(RuntimeError, match="it did not begin within 3 seconds"):
+        self_check._check_apart("cpu")
+
+
+def test_processes_wait_for_the_one_that_checks(library, monkeypatch):
+    """Each holds the lock of the library's folder while it checks; the next one reads what was found."""
+    monkeypatch.setattr(self_check, "_check_apart", lambda device: {"sum_rule": "wrong"})
+    found = {"library": self_check._digest(library), "faults": {"cpu": {"gla_rule": "wrong"}}}
+    with ThreadPoolExecutor() as pool:
+        with locked(library.parent) as alone:
+            waiting = pool.submit(self_check.find_faults, "cpu")
+            assert alone and wait([waiting], timeout=0.2).not_done
+            library.with_name("checked.json").write_text(json.dumps(found))
+        assert waiting.result(9) == {"gla_rule": "wrong"}
+
+
 CHILDREN = [
     ("raise SystemExit('no device')", "no device"),
     ("import torch; raise torch.cuda.OutOfMemoryError('too little')", "OutOfMemoryError: too little"),
@@ -163,7 +197,8 @@ def test_what_was_found_is_remembered_for_one_library(library, wrong, monkeypatc
     monkeypatch.setattr(self_check, "WITH_SEGMENTS", ())
     monkeypatch.setattr(self_check, "load_kernels", lambda device: 1 / 0)
     assert self_check.find_faults("cpu") == {}  # remembered in this process, without reading the file
-    assert checks == ["cpu"] * 2 and {path.name for path in library.parent.iterdir()} == {"kernels.so", "checked.json"}
+    left = {path.name for path in library.parent.iterdir()}
+    assert checks == ["cpu"] * 2 and left == {"kernels.so", "checked.json", "lock"}
 
 
 def test_a_note_that_is_damaged_or_cannot_be_written(library, monkeypatch):
