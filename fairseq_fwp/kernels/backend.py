@@ -1,5 +1,6 @@
 """Whether compiled kernels run on a device: what they take, and what to say where there are none."""
 
+import sys
 import warnings
 from typing import Any
 
@@ -32,7 +33,15 @@ def warn_of_float16(q: Tensor) -> None:
     if q.dtype == torch.float16 and "float16" not in _warned and not torch.compiler.is_compiling():
         _warned.add("float16")
         said = "fairseq_fwp runs float16 without tensor cores: use bfloat16 (--bf16, not --fp16), which runs on them"
-        warnings.warn(said, RuntimeWarning, stacklevel=3)
+        warnings.warn(said, RuntimeWarning, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """Return the stacklevel, for the function that calls this, of the first frame outside of this package."""
+    package, level, frame = __name__.partition(".")[0], 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def require_kernel(device_type: str) -> None:

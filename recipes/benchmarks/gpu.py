@@ -121,7 +121,7 @@ class Session:
                 raise RuntimeError(f"its first call: {late[form, shape]}")
             tensors = inputs.leaves(form, shape, dtype, DEVICE)
             if stage == TRAINING:
-                return partial(inputs.training_step, function, tensors, torch.randn_like(tensors[2]))
+                return partial(inputs.training_step, function, tensors, inputs.gradient_of_out(shape, dtype, DEVICE))
             state = [torch.randn(*shape[:2], *shape[3:], device=DEVICE)] if stage == STEP else []
             return torch.no_grad()(partial(function, *tensors, *state))
 
@@ -183,7 +183,7 @@ def first_call(form, shape):
     """Compile fla's kernels. The choice of the fastest is not kept, because other processes use the GPU now."""
     os.environ["FLA_CACHE_RESULTS"] = "0"
     tensors = inputs.leaves(form, shape, HALF, DEVICE)
-    inputs.training_step(inputs.call(form, "fla"), tensors, torch.randn_like(tensors[2]))
+    inputs.training_step(inputs.call(form, "fla"), tensors, inputs.gradient_of_out(shape, HALF, DEVICE))
 
 
 def run(jobs, seconds, at_once=1):
@@ -239,7 +239,7 @@ def cases(*_):
     wide = itertools.product(FIRST, ((1, 1, 77, 128, 33), (1, 1, 2100, 64, 64), (1, 2, 2100, 128, 128)), [HALF])
     for form, shape, dtype in [*wide, *itertools.product(FORMS, [(1, 2, 70, 16, 24)], [HALF, SINGLE])]:
         tensors = [x.to(DEVICE).requires_grad_() for x in inputs.draw(form, shape, dtype).values()]
-        results = inputs.training_step(inputs.call(form), tensors, torch.ones_like(tensors[2]))
+        results = inputs.training_step(inputs.call(form), tensors, inputs.gradient_of_out(shape, dtype, DEVICE))
         print(form, shape, dtype, *(f"{x.float().norm().item():.3g}" for x in results), flush=True)
 
 

@@ -77,6 +77,11 @@ def leaves(form, shape, dtype=torch.float32, device="cpu"):
     return [x.requires_grad_() for x in draw(form, shape, dtype, device).values()]
 
 
+def gradient_of_out(shape, dtype=torch.float32, device="cpu"):
+    B, H, L, _, Dv = shape
+    return torch.randn(B, H, L, Dv, device=device, dtype=dtype)
+
+
 def call(form, backend="kernel"):
     """Return the function (*inputs) -> out."""
     rule = getattr(ops, f"{FORMS[form][0]}_rule")

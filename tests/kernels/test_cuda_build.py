@@ -298,4 +298,4 @@ def test_float16_is_said_to_run_without_tensor_cores(monkeypatch):
     with pytest.warns(RuntimeWarning, match="float16 without tensor cores: use bfloat16") as said:
         for dtype in (torch.bfloat16, torch.float16, torch.float16):
             backend.warn_of_float16(torch.ones(1, dtype=dtype))
-    assert len(said) == 1
+    assert len(said) == 1 and said[0].filename == __file__  # the caller's line, not one of this package
