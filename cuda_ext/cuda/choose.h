@@ -1,5 +1,5 @@
-// Chooses the tile and the plan of a scan; no other file does. All thresholds are estimates from counting operations. None has
-// been measured on a GPU yet.
+// Chooses the tile and the plan of a scan; no other file does. All thresholds are estimates from counting operations, none of
+// which has been compared with another on a GPU.
 #pragma once
 
 #include <algorithm>

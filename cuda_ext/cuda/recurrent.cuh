@@ -115,7 +115,7 @@ struct RecurrentBackward {
   static constexpr bool kRemoves = kErases == Erases::kRemoval;
   enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + kByKey, kRemoval };
   enum Columns { kDOut, kError, kValueDecay };  // kError: the value if the rule does not erase
-  // In the place of a value decay, which no such rule has. It is no enumerator, because nvcc 13.0 drops `= kValueDecay` of one
+  // In the place of a value decay, which no such rule has. It is not an enumerator, because nvcc 13.0 drops `= kValueDecay` of one
   // from the host code of a template: the enumerator is 2 in the kernel, and 3 in its launch.
   static constexpr int kFound = kValueDecay;
   enum Scalars { kRate, kHeadDecay };
