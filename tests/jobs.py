@@ -105,8 +105,8 @@ def binarise_pairs(folder: Path) -> Path:
 
 
 def count_tokens(data: Path, split: str) -> int:
-    text = (data.parent / f"{split}.txt").read_text().splitlines()
-    return sum(len(line.split()) + 1 for line in text)
+    with (data.parent / f"{split}.txt").open() as text:
+        return sum(len(line.split()) + 1 for line in text)
 
 
 def hypotheses(log):

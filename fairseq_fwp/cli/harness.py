@@ -9,6 +9,7 @@ This is the harness's own command, with one more model. Its --model_args are the
 Needs `pip install ".[harness]"`.
 """
 
+import io
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -52,11 +53,12 @@ class Words:
 
     def encode(self, text: str) -> list[int]:
         found: list[int] = []
-        for line in text.splitlines(keepends=True):
+        for line in io.StringIO(text, newline=None):  # ends a line where a file does, unlike splitlines
             words = self.split(line).split()
-            if self.dictionary.pad_word in words:
+            numbers = [*map(self.dictionary.index, words)]
+            if self.dictionary.pad() in numbers:
                 raise ValueError(f"a text must not have the word {self.dictionary.pad_word}, which fills up lines")
-            found += map(self.dictionary.index, words)
+            found += numbers
             found += [self.dictionary.eos()] * line.endswith("\n")
             if not self.warned and (unknown := [word for word in words if word not in self.dictionary]):
                 logger.warning(f"words that the dictionary lacks, such as {unknown[0]!r}, are scored as <unk>")

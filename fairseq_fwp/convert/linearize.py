@@ -466,7 +466,7 @@ def build_whole(conversion: Conversion) -> Any:
 def read_text(path: Path, dictionary: Dictionary) -> Tensor:
     """Return the words of a text as numbers (N,). Raises ValueError for one that is empty or cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--kl-text must be a text, got {path}: {error}") from error
     words = [dictionary.encode_line(line, add_if_not_exist=False).long() for line in lines if line.strip()]

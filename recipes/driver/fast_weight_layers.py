@@ -1,7 +1,7 @@
 """Recipes of fast weight layers: train each base, add a layer on top, and evaluate both."""
 
 import shutil
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import evaluation
@@ -61,8 +61,9 @@ class FastWeightLayers(LanguageModels):
         if not folder.is_dir():
             with whole(folder) as work:
                 work.mkdir()
-                lines = (self.words / "test.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-                (work / "text").write_text("".join(lines[: self.lines or SPEED_LINES]), encoding="utf-8")
+                with (self.words / "test.txt").open(encoding="utf-8") as lines:
+                    kept = "".join(islice(lines, self.lines or SPEED_LINES))
+                (work / "text").write_text(kept, encoding="utf-8")
                 words = ("--srcdict", self.bin / "dict.txt", "--testpref", work / "text")
                 preprocess(work / "bin", "--only-source", *words)
                 for ending in ("bin", "idx"):

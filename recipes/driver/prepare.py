@@ -120,8 +120,7 @@ def check_counts(folder: Path, expected: dict[str, int]) -> None:
     for split in SPLITS:
         if not found.get(split):
             raise RecipeError(f"{split}.txt must have at least one line of text, got none.")
-    words = (folder / "dict.txt").read_text(encoding="utf-8").splitlines()
-    found["words"] = sum(not word.startswith("madeupword") for word in words)
+    found["words"] = sum(not line.startswith("madeupword") for line in read_lines(folder / "dict.txt"))
     print(", ".join(f"{name} {number:,}" for name, number in found.items()))
     wrong = [f"{name} {found[name]:,} in place of {n:,}" for name, n in expected.items() if found[name] != n]
     if wrong:

@@ -5,13 +5,15 @@
     python generate.py FOLDER --measure     # time of a token and memory after 256 to 16,384 tokens
     python generate.py FOLDER --score FILE  # perplexity of a text, a sentence a line
 
-Words are those of the training text, separated by blanks. If the folder has BPE codes, they are split into its parts.
+Words are those of the training text, separated by white space. If the folder has BPE codes, they are split into its
+parts, as subword-nmt does: its words are separated by blanks only.
 A translation model translates the text; a language model continues it.
 """
 
 import argparse
 import json
 import math
+import re
 import resource
 import sys
 import time
@@ -20,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+
+END = "</w>"  # of a word, in the codes
 
 
 class Model:
@@ -38,8 +42,7 @@ class Model:
         self.given = read_words(folder / "source.txt") if self.memory else self.words
         self.numbers = {word: number for number, word in enumerate(self.given)}
         codes = folder / "codes"
-        merges = codes.read_text(encoding="utf-8").splitlines()[1:] if codes.is_file() else None
-        self.ranks = merges and {tuple(pair.split(" ")): rank for rank, pair in enumerate(merges)}
+        self.ranks, self.end_apart = read_codes(codes) if codes.is_file() else (None, False)
         self.session = open_graph(folder / "model.onnx", threads)
         self.source = open_graph(folder / "source.onnx", threads) if self.memory else None
 
@@ -73,15 +76,16 @@ class Model:
 
     def encode(self, text):
         """Return the tokens (1, L) of a text, after the end of a line. Raises ValueError if a word is padding."""
-        words = [part for word in text.split() for part in (self.split(word) if self.ranks else [word])]
-        tokens = [self.numbers.get(word, self.unk) for word in words]
+        if self.ranks:  # before fairseq separates words at any white space
+            text = " ".join(self.split(word) for word in re.split("[\r\n ]+", text) if word)
+        tokens = [self.numbers.get(word, self.unk) for word in text.split()]
         if self.pad in tokens:
             raise ValueError(f"words of a text must not be {self.given[self.pad]}, which is padding, got {text[:60]!r}")
         return np.array([[self.eos, *tokens]], np.int64)
 
     def split(self, word):
         """Return the parts of a word by byte pair encoding, as subword-nmt: merge the pair that was learned first."""
-        parts = [*word[:-1], word[-1] + "</w>"]
+        parts = [*word, END] if self.end_apart else [*word[:-1], word[-1] + END]
         while len(parts) > 1:
             rank, pair = min((self.ranks.get(pair, math.inf), pair) for pair in pairwise(parts))
             if rank == math.inf:
@@ -93,10 +97,10 @@ class Model:
                 else:
                     merged.append(part)
             parts = merged
-        return [part + "@@" for part in parts[:-1]] + [parts[-1].removesuffix("</w>")]
+        return "@@ ".join(parts).removesuffix(END).removesuffix("@@ ")
 
     def decode(self, tokens):
-        return " ".join(self.words[token] for token in tokens).replace("@@ ", "")
+        return (" ".join(self.words[token] for token in tokens) + " ").replace("@@ ", "").rstrip()
 
 
 def check_files(folder, *names):
@@ -105,10 +109,33 @@ def check_files(folder, *names):
         sys.exit(f"generate.py: the folder must be one of fwp-export, got {folder} without {', '.join(missing)}")
 
 
+def read_lines(path):
+    """Return the lines of a text as fairseq and subword-nmt do: other characters than line ends do not end a line."""
+    with path.open(encoding="utf-8") as file:
+        return [line.rstrip("\n") for line in file]
+
+
 def read_words(path):
-    """Return the words of fairseq's dictionary: four symbols, then those of the file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """Return the words of fairseq's dictionary: four symbols, then those of the file, the last of equal ones counts."""
+    lines = (line.rstrip().removesuffix(" #fairseq:overwrite") for line in read_lines(path))
     return ["<s>", "<pad>", "</s>", "<unk>", *(line.rsplit(" ", 1)[0] for line in lines)]
+
+
+def read_codes(path):
+    """Return the rank of each pair of subword-nmt's codes, and whether the end of a word is a symbol apart.
+
+    It is one in version 0.1, which has no header. Ends the program for other codes.
+    """
+    lines, version = path.read_text(encoding="utf-8").rstrip("\n").split("\n"), "0.1"
+    if lines[0].startswith("#version:"):
+        version = lines.pop(0).split()[-1]
+    if version not in ("0.1", "0.2"):
+        sys.exit(f"generate.py: {path} must have codes of subword-nmt's version 0.1 or 0.2, got {version}")
+    pairs = [tuple(line.strip("\r\n ").split(" ")) for line in lines]
+    if wrong := [pair for pair in pairs if len(pair) != 2]:
+        sys.exit(f"generate.py: {path} must have two parts in each line, got {' '.join(wrong[0])!r}")
+    ranks = {pair: rank for rank, pair in reversed([*enumerate(pairs)])}  # of equal ones the first counts
+    return ranks, version == "0.1"
 
 
 def open_graph(path, threads):
@@ -180,7 +207,7 @@ def score(model, path):
     Raises ValueError for an empty text.
     """
     tokens, total = [model.eos], 0.0
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_lines(path):
         tokens += [*model.encode(line)[0, 1:], model.eos]
     if len(tokens) == 1:
         raise ValueError(f"the text must have at least a line, got {path}, which is empty")
@@ -242,7 +269,7 @@ def main():
         elif given.score:
             print(f"perplexity {score(model, given.score):.2f}")
         else:
-            for text in given.lines.read_text(encoding="utf-8").splitlines() if given.lines else [given.text]:
+            for text in read_lines(given.lines) if given.lines else [given.text]:
                 write(model, text, length, given)
     except ValueError as error:  # of a text
         sys.exit(f"generate.py: {error}")

@@ -121,6 +121,9 @@ def test_lines_and_split_words_come_back(folder, tmp_path):
     tokens = words.encode("ab c\n\nc b")
     assert [dictionary[token] for token in tokens] == ["a@@", "b", "c", "</s>", "</s>", "c", "b"]
     assert words.decode(tokens) == "ab c\n\nc b"
+    # As subword-nmt and fairseq read a file: only an end of a line ends one, and only blanks separate words to split.
+    tokens = words.encode("b\x85c\r\nb\rc")
+    assert [dictionary[token] for token in tokens] == ["<unk>", "<unk>", "c", "</s>", "b", "</s>", "c"]
 
 
 def test_the_tokens_of_a_tokenizer_are_the_words_of_the_dictionary(tmp_path):

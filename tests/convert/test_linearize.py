@@ -16,7 +16,7 @@ from small_models import make_dictionary
 
 from fairseq_fwp.convert import files
 from fairseq_fwp.convert.files import Conversion
-from fairseq_fwp.convert.linearize import SCORE_SCALE, WITHOUT_WEIGHTS, Method, fewer_features, linearize
+from fairseq_fwp.convert.linearize import SCORE_SCALE, WITHOUT_WEIGHTS, Method, fewer_features, linearize, read_text
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -397,6 +397,13 @@ def test_layers_that_stay_softmax(biases):
     all_new = linearize(source, *target("delta", "elu", sum_normalization=True))
     first = [name for name in converted.weights if "layers.0.self_attn" in name]
     assert first and all(torch.equal(converted.weights[name], all_new.weights[name]) for name in first)
+
+
+def test_a_text_has_the_lines_of_a_file(tmp_path):
+    (tmp_path / "text").write_text("w1\u2028w2\x85w3\n\nw4", encoding="utf-8")
+    dictionary = make_dictionary(20)
+    found = read_text(tmp_path / "text", dictionary)
+    assert [dictionary[token] for token in found] == ["w1", "w2", "w3", "</s>", "w4", "</s>"]
 
 
 @torch.no_grad()
