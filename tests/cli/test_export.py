@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 import runpy
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils
+from fairseq.data import Dictionary, data_utils
 from fairseq.sequence_generator import SequenceGenerator
 from models.test_fwp_transformer import KINDS as TRANSLATIONS
 from models.test_fwp_transformer import scores_of
@@ -28,7 +30,7 @@ from small_models import (
     make_dictionary,
     random_tokens,
 )
-from small_text import prepare_random_text, train_model
+from small_text import prepare_random_text, preprocess, train_model
 
 from fairseq_fwp.cli import eval_lm, export
 from fairseq_fwp.convert import files
@@ -36,7 +38,9 @@ from fairseq_fwp.interop.onnx import to_onnx, translation_to_onnx
 
 pytest.importorskip("onnxruntime")
 GENERATE = Path(__file__).parents[2] / "recipes/onnx/generate.py"
-Model, beam_search, sample, score = map(runpy.run_path(str(GENERATE)).get, ("Model", "beam_search", "sample", "score"))
+PAGE = Path(__file__).parents[2] / "recipes/browser_demo/index.html"
+PROGRAM = runpy.run_path(str(GENERATE))
+Model, beam_search, sample, score = map(PROGRAM.get, ("Model", "beam_search", "sample", "score"))
 ONE_TOKEN = (  # a call: the operator does not have these rules, and no loop over tokens
     "decay", "pre-norm", "rwkv7", "RWKV-7", "gdn2", "fwm", "delta_rnn", "softmax and recurrence", "local", "local last",
 )  # fmt: skip
@@ -66,6 +70,21 @@ def test_a_graph_in_pieces_gives_the_log_probabilities_of_the_model(kind, tmp_pa
     error, of_model = ((x - truth).abs().max().item() for x in (found, ours))
     # ONNX Runtime's kernel rounds more often. dpfp divides by small sums, so single scores of the model are off, too.
     assert error <= max(1e-4, 20 * of_model), (error, of_model)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=() if x == "softmax" else pytest.mark.slow) for x in LANGUAGE_MODELS]
+)
+def test_a_graph_in_eight_bits_is_smaller_and_can_be_read(kind, tmp_path):
+    program, entries, many = to_onnx(build(kind, tokens_per_sample=32, fwp_backend="auto").float().eval().decoder)
+    program.save(str(tmp_path / "model.onnx"))
+    pieces = random_tokens(3, 12).split(6 if many else 1, dim=1)
+    size, expected = (tmp_path / "model.onnx").stat().st_size, export.read_pieces(tmp_path, entries, pieces)
+    export.quantize(tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx").stat().st_size < size
+    found = export.read_pieces(tmp_path, entries, pieces)
+    assert torch.allclose(found.exp().sum(-1), torch.ones(3, 12), atol=1e-4)
+    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.5
 
 
 @pytest.mark.slow
@@ -141,7 +160,7 @@ def test_beam_search_is_that_of_fairseq(models, text, size):
         assert points == pytest.approx(hypothesis["score"].item(), abs=1e-5)
 
 
-def test_greedy_search_scores_and_eight_bits(models, folder):
+def test_greedy_search_scores_and_eight_bits(models, folder, capsys):
     ours, _, _ = models
     given = ours.begin("w1")
     best = list(sample(ours, *given, 12, 1, 1.0, 1))
@@ -153,24 +172,87 @@ def test_greedy_search_scores_and_eight_bits(models, folder):
     eval_lm.main([str(folder / "data"), "--path", path, "--cpu", "--carry-state", "--json", str(out)])
     assert perplexity == pytest.approx(json.loads(out.read_text())["perplexity"], rel=1e-4)
     run(folder, "smaller", "--quantize", "int8")
+    assert re.search(r"log-probabilities differ by \S+, in 8 bits by \S+$", capsys.readouterr().out.strip())
     sizes = [(folder / name / "model.onnx").stat().st_size for name in ("smaller", "exported")]
     assert sizes[0] < sizes[1]
     assert score(Model(folder / "smaller"), folder / "test.txt") == pytest.approx(perplexity, rel=0.05)
 
 
-def test_words_are_split_as_by_subword_nmt(models, tmp_path):
-    from subword_nmt.apply_bpe import BPE
+def write_codes(path, words, version):
+    """Write merges of subword-nmt; in version 0.1 the end of a word is a symbol apart. The first pair comes twice."""
     from subword_nmt.learn_bpe import learn_bpe
 
-    ours, chooser = models[0], random.Random(1)
-    words = ["".join(chooser.choices("aabcé", k=chooser.randrange(1, 9))) for _ in range(300)]
-    with (tmp_path / "codes").open("w", encoding="utf-8") as codes:
-        learn_bpe(words[:200], codes, 40)
-    pairs = (tmp_path / "codes").read_text(encoding="utf-8").splitlines()[1:]
-    ours.ranks = {tuple(pair.split()): rank for rank, pair in enumerate(pairs)}
-    with (tmp_path / "codes").open(encoding="utf-8") as codes:
-        expected = BPE(codes)
-        assert [" ".join(ours.split(word)) for word in words] == [expected.process_line(word) for word in words]
+    with path.open("w", encoding="utf-8") as codes:
+        learn_bpe(words, codes, 40)
+    header, *pairs = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    if version == "0.1":
+        pairs = ["a </w>", *(pair for pair in pairs if "</w>" not in pair), "ab </w>", "\u2028 </w>"]
+    lines = [header] * (version == "0.2") + [*pairs, pairs[0]]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_by_fairseq(folder, version):
+    """Return a text, codes or None, the dictionary of the text, and the tokens of its lines, by fairseq-preprocess.
+
+    The letters in words are others than those that Python and JavaScript take for white space or ends of lines.
+    """
+    from subword_nmt.apply_bpe import BPE
+
+    chooser, text, split, codes = random.Random(1), folder / "text", folder / "split", folder / "codes"
+    words = ["".join(chooser.choices("aabcé\u00a0\u3000\u2028\x85", k=chooser.randrange(1, 9))) for _ in range(300)]
+    lines = [" ".join(words[n : n + chooser.randrange(12)]) for n in range(0, 300, 10)]
+    text.write_text("\n".join(lines) + "\r\nlast", encoding="utf-8", newline="")
+    if version:
+        write_codes(codes, words[:200], version)
+        with codes.open(encoding="utf-8") as file:
+            BPE(file).process_lines(str(text), str(split))
+    preprocess(*[split if version else text] * 2, folder / "data")
+    dictionary = Dictionary.load(str(folder / "data/dict.txt"))
+    found = data_utils.load_indexed_dataset(str(folder / "data/test"), dictionary)
+    return text, codes if version else None, dictionary, [line.tolist() for line in found]
+
+
+@looped("version", [None, "0.1", "0.2"])
+def test_a_text_is_read_as_in_training(models, version, tmp_path):
+    ours = models[0]
+    (folder := tmp_path / str(version)).mkdir()
+    text, codes, dictionary, expected = read_by_fairseq(folder, version)
+    ours.ranks, ours.end_apart = PROGRAM["read_codes"](codes) if codes else (None, False)
+    ours.words, ours.numbers = PROGRAM["read_words"](folder / "data/dict.txt"), dictionary.indices
+    found = [[*ours.encode(line)[0, 1:], ours.eos] for line in PROGRAM["read_lines"](text)]
+    assert ours.words == dictionary.symbols and len(expected) == 31
+    assert found == expected
+    assert [ours.decode(line[:-1]) for line in expected] == [
+        dictionary.string(torch.tensor(line), "@@ ").rstrip() for line in expected
+    ]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="JavaScript runs in node here")
+@looped("version", [None, "0.1", "0.2"])
+def test_the_page_reads_a_text_as_in_training(version, tmp_path):
+    (folder := tmp_path / str(version)).mkdir()
+    text, codes, dictionary, expected = read_by_fairseq(folder, version)
+    page = PAGE.read_text(encoding="utf-8")
+    program = f"""
+const EOS = "</s>", END = "</w>";
+{page[page.index("// Lines and words") : page.index("function choose")]}
+const given = JSON.parse(require("fs").readFileSync(0, "utf8")), model = new Model();
+[model.about, model.numbers] = [{{ eos: 2, unk: 3 }}, new Map(Object.entries(given.numbers))];
+if (given.codes) model.learn(linesOf(given.codes));
+console.log(JSON.stringify(given.lines.map(line => model.encode(line))));
+"""
+    lines = PROGRAM["read_lines"](text)
+    given = {"lines": lines, "numbers": dictionary.indices, "codes": codes and codes.read_text(encoding="utf-8")}
+    said = subprocess.run(["node", "-e", program], input=json.dumps(given), capture_output=True, text=True, check=True)
+    assert [[*line[1:], 2] for line in json.loads(said.stdout)] == expected
+
+
+def test_a_line_is_written_for_each_line(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "lines").write_text("w1\u2028w2\nw3\x85\x1c\n\nw4\fw5", encoding="utf-8")
+    given = ["generate.py", str(folder / "exported"), "--lines", str(tmp_path / "lines"), "--tokens", "2"]
+    monkeypatch.setattr(sys, "argv", given)
+    PROGRAM["main"]()
+    assert capsys.readouterr().out.count("\n") == 4
 
 
 @pytest.mark.slow
@@ -254,6 +336,13 @@ def test_files_that_cannot_be_read(folder, tmp_path):
         part.version = 99
     onnx.save(graph, tmp_path / "other/model.onnx")
     assert "model.onnx must be a graph that onnxruntime" in says(tmp_path / "other", "w1")
+    for codes, sentence in (
+        ("#version: 0.3\na b\n", "of subword-nmt's version 0.1 or 0.2, got 0.3"),
+        ("a b c\n", "two parts in"),
+    ):
+        (tmp_path / "other/codes").write_text(codes)
+        assert f"{tmp_path / 'other/codes'} must have " in (said := says(tmp_path / "other", "w1")) and sentence in said
+    (tmp_path / "other/codes").unlink()
     (tmp_path / "other/model.onnx").write_bytes(b"0123")
     assert "model.onnx must be a graph that onnxruntime" in says(tmp_path / "other", "w1")
     (tmp_path / "other/dict.txt").unlink()
