@@ -63,10 +63,10 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     for name in ("remove_ff", "remove_lnorm", "remove_res", "remove_out_proj"):
         if options.get(name):
             raise ValueError(f"--{name} must be off, got on: blocks without this part cannot be converted")
-    if number in (0, 2):
+    if number in (0, 1, 2):
         return xl.convert(tensors, words, options)
     if number not in TYPES:
-        raise ValueError(f"--attn_type must be one of 0, 2, {', '.join(map(str, TYPES))}, got {number}")
+        raise ValueError(f"--attn_type must be one of 0, 1, 2, {', '.join(map(str, TYPES))}, got {number}")
     return convert_fast_weights(Tensors(tensors), words, options, TYPES[number])
 
 

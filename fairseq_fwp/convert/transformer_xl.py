@@ -1,7 +1,8 @@
 """Transformer-XL's public code (kimiyoung/transformer-xl): its models as `fwp_xl_lm` and `fwp_lm`.
 
 The source is a state dict of its PyTorch code, or an .npz of the variables of its TensorFlow code (tensorflow_xl.py).
-Attention types: 0, its own; 2, absolute positions. The code of Schlag et al. 2021 is based on this one: see schlag.py.
+Attention types: 0, its own; 1, vectors of Shaw et al. 2018 with biases; 2, absolute positions; 3, vectors learned for
+each layer and position (Al-Rfou et al. 2019). The code of Schlag et al. 2021 is based on this one: see schlag.py.
 """
 
 import ast
@@ -20,9 +21,9 @@ from fairseq_fwp.modules.attention import SOFTMAX
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
-    "n_head": Option(int, "number of heads; not needed for attention type 0"),
+    "n_head": Option(int, "number of heads; not needed for attention types 0 and 1"),
     "tgt_len": Option(int, "tokens of a sample in training"),
-    "mem_len": Option(int, "tokens of the memory; only attention type 0 has one"),
+    "mem_len": Option(int, "tokens of the memory; only attention types 0 and 1 have one"),
     "clamp_len": Option(int, "larger distances count as this one; -1, the script's default: no limit"),
     "same_length": Option(bool, "every token attends to the same number of others"),
     "pre_lnorm": Option(bool, "layer normalisation before each block"),
@@ -86,32 +87,23 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     attn_type = options.get("attn_type", 0)
     if options.get("tensorflow") and (attn_type or options.get("pre_lnorm")):
         raise ValueError("--attn_type and --pre_lnorm must be left out: the TensorFlow code does not have them")
-    if attn_type not in (0, 2):
-        raise ValueError(f"--attn_type must be 0 or 2 for Transformer-XL, got {attn_type}")
-    convert_type = convert_absolute if attn_type else convert_relative
+    if attn_type not in (0, 1, 2, 3):
+        raise ValueError(f"--attn_type must be 0, 1, 2 or 3 for Transformer-XL, got {attn_type}")
+    convert_type = convert_relative if attn_type in (0, 1) else convert_absolute
     return convert_type(Tensors(tensors), files.arrange(words), options)
 
 
 def convert_relative(tensors: Tensors, vocabulary: Vocabulary, options: Options) -> Conversion:
-    """Convert attention type 0: sinusoids of distances, u and v (shared or of each layer), and a memory."""
-    heads, untied = tensors["r_w_bias"].shape[-2], tensors["r_w_bias"].dim() == 3
+    """Convert attention types 0 and 1: relative positions and a memory."""
+    heads = tensors["r_w_bias"].shape[-2]
     if options.get("n_head", heads) != heads:
         raise ValueError(f"--n_head must be {heads}, as in the checkpoint, got {options['n_head']}")
     flags = common_flags(tensors, heads, vocabulary, options)
-    layers, clamp_len = flags["decoder_layers"], options.get("clamp_len", -1)
+    take_positions = learned_distances if options.get("attn_type") else sinusoidal_distances
+    positions, weights = take_positions(tensors, flags["decoder_layers"], options)
     same_length, tensorflow = options.get("same_length", False), options.get("tensorflow", False)
-    weights = {}
-    for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
-        biases = tensors.take(theirs)
-        if untied and (biases.dim(), len(biases)) != (3, layers):
-            found = f"the shape {tuple(biases.shape)}: the checkpoint is damaged"
-            raise ValueError(f"{theirs} must have the biases of {layers} layers, got {found}")
-        for index, bias in enumerate(biases if untied else [biases]):
-            weights[f"{ATTENTION.format(index)}positions.{ours}"] = bias
-    check_frequencies(tensors)
     flags |= {
-        "clamp_len": clamp_len if clamp_len > 0 else -1,
-        "untie_biases": untied,
+        **positions,
         "attention_dropout": options.get("dropatt", 0.0),
         # With --same_length a token sees mem_len tokens: itself included, but in the TensorFlow code besides itself.
         "mem_len": options.need("mem_len") + (tensorflow and same_length),
@@ -126,20 +118,31 @@ def convert_relative(tensors: Tensors, vocabulary: Vocabulary, options: Options)
 
 
 def convert_absolute(tensors: Tensors, vocabulary: Vocabulary, options: Options) -> Conversion:
-    """Convert attention type 2: softmax attention with absolute positions."""
+    """Convert attention types 2 and 3: softmax attention with absolute positions, added once or before every layer."""
     if options.get("pre_lnorm"):
         raise ValueError("--pre_lnorm cannot be converted with this --attn_type: it normalises keys, but not queries")
     flags = {
         **common_flags(tensors, options.need("n_head"), vocabulary, options),
         "attention_dropout": options.get("dropatt", 0.0),
-        **absolute_positions(options),
-        "decoder_update_rule": SOFTMAX,
-        "final_dropout": options.get("dropout", 0.0),
     }
-    weights = dict(separate_queries(tensors, flags["decoder_layers"]))
-    check_frequencies(tensors)
+    weights, notes = dict(separate_queries(tensors, flags["decoder_layers"])), vocabulary.notes
+    if options.get("attn_type") == 3:
+        check_no_memory(options)
+        arch = "fwp_xl_lm"
+        flags |= {"decoder_positions": "layerwise", "mem_len": 0}
+        weights |= layerwise_positions(tensors, flags)
+        shorter = f"a segment of fewer than {flags['tokens_per_sample']} tokens"
+        notes = [*notes, f"{shorter} has the last positions there, the first here"]
+    else:
+        arch = "fwp_lm"
+        flags |= {
+            **absolute_positions(options),
+            "decoder_update_rule": SOFTMAX,
+            "final_dropout": options.get("dropout", 0.0),
+        }
+        check_frequencies(tensors)
     weights |= {**take_words(tensors, vocabulary), **tensors.rename(NAMES)}
-    return Conversion("fwp_lm", flags, weights, vocabulary.words, vocabulary.notes)
+    return Conversion(arch, flags, weights, vocabulary.words, notes)
 
 
 def common_flags(tensors: Tensors, heads: int, vocabulary: Vocabulary, options: Options) -> dict[str, Any]:
@@ -202,14 +205,71 @@ def read_clusters(tensors: Tensors, dim: int, options: Options) -> tuple[list[in
 
 def absolute_positions(options: Options) -> dict[str, Any]:
     """Return the flags of absolute positions, or of none. Raises ValueError for options of relative positions."""
-    for name in ("mem_len", "same_length"):
-        if options.get(name):
-            raise ValueError(f"--{name} must be left out with absolute positions, which have no memory")
+    check_no_memory(options)
     clamp_len, least = options.get("clamp_len", -1), options.need("tgt_len") - 1
     if 0 < clamp_len < least:
         limits = f"at least {least} with absolute positions, or -1 for no limit"
         raise ValueError(f"--clamp_len must be {limits}, got {clamp_len}: a smaller limit cannot be converted")
     return {"no_token_positional_embeddings" if options.get("no_pos") else "positions_from_end": True}
+
+
+def check_no_memory(options: Options) -> None:
+    """Raise ValueError for options of a memory."""
+    for name in ("mem_len", "same_length"):
+        if options.get(name):
+            raise ValueError(f"--{name} must be left out with absolute positions, which have no memory")
+
+
+def sinusoidal_distances(tensors: Tensors, layers: int, options: Options) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Take u and v, shared or of each layer, of attention type 0, which has sinusoids. Return flags and weights."""
+    clamp_len, untied = options.get("clamp_len", -1), tensors["r_w_bias"].dim() == 3
+    weights = {}
+    for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
+        biases = tensors.take(theirs)
+        if untied and (biases.dim(), len(biases)) != (3, layers):
+            found = f"the shape {tuple(biases.shape)}: the checkpoint is damaged"
+            raise ValueError(f"{theirs} must have the biases of {layers} layers, got {found}")
+        for index, bias in enumerate(biases if untied else [biases]):
+            weights[f"{ATTENTION.format(index)}positions.{ours}"] = bias
+    check_frequencies(tensors)
+    return {"clamp_len": clamp_len if clamp_len > 0 else -1, "untie_biases": untied}, weights
+
+
+def learned_distances(tensors: Tensors, layers: int, options: Options) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Take u of each layer, and of each distance a vector and a bias, of attention type 1. Return flags and weights.
+
+    The last row is distance 0. With --clamp_len N only the last N rows count. Longer distances have the first of them.
+    """
+    vectors, biases, content = (tensors.take(name) for name in ("r_emb", "r_bias", "r_w_bias"))
+    heads, head_dim = content.shape[-2:]
+    rows = vectors.shape[1:2]
+    check_shape("r_w_bias", content, (layers, heads, head_dim))
+    check_shape("r_emb", vectors, (layers, *rows, heads, head_dim))
+    check_shape("r_bias", biases, (layers, *rows, heads))
+    clamp_len = options.get("clamp_len", -1)
+    count = min(clamp_len, *rows) if clamp_len > 0 else rows[0]
+    tables = torch.cat([vectors, biases.unsqueeze(-1)], -1)[:, -count:].flip(1).transpose(1, 2)
+    weights = {}
+    for index in range(layers):
+        weights[f"{ATTENTION.format(index)}positions.table"] = tables[index]
+        weights[f"{ATTENTION.format(index)}positions.content_bias"] = content[index]
+    return {"decoder_positions": "shaw_biased", "clamp_len": count - 1}, weights
+
+
+def layerwise_positions(tensors: Tensors, flags: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Take the vectors of positions that attention type 3 adds before each layer; the last row is the last position."""
+    vectors, length, heads = tensors.take("r_emb"), flags["tokens_per_sample"], flags["decoder_attention_heads"]
+    rows, head_dim = vectors.shape[1:2], flags["decoder_embed_dim"] // heads
+    check_shape("r_emb", vectors, (flags["decoder_layers"], *rows, heads, head_dim))
+    if rows[0] < length:
+        raise ValueError(f"--tgt_len must be at most {rows[0]}, the positions of the checkpoint, got {length}")
+    tables = vectors[:, -length:].flatten(2)
+    return {f"decoder.layer_positions.{index}.table.weight": table for index, table in enumerate(tables)}
+
+
+def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tensor.shape != expected:
+        raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}: the checkpoint is damaged")
 
 
 def check_frequencies(tensors: Tensors) -> None:
