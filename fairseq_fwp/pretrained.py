@@ -80,6 +80,7 @@ class PretrainedModel(nn.Module):
     ) -> Tensor:
         """Return what the model writes after the tokens (B, L): at most `length` tokens, until each row ends its line.
 
+        tokens: a row continues after its last one that is not padding;
         top: each token is drawn from so many of the most probable; 1: the most probable. Rows that have ended are
         filled with padding.
 
@@ -93,11 +94,17 @@ class PretrainedModel(nn.Module):
         check(length >= 0, f"length must be at least 0, got {length}")
         check(1 <= top <= words, f"top must be from 1 to {words}, the dictionary's size, got {top}")
         check(0 < temperature < math.inf, f"temperature must be finite and above 0, got {temperature}")
+        pad, eos = self.dictionary.pad(), self.dictionary.eos()
+        given = tokens.ne(pad).long().cumsum(1)
+        check(
+            bool(given[:, -1].all()), "each row of tokens must have one that is not padding, got a row of padding only"
+        )
         log_probs, state = self(tokens)
-        written, pad, eos = tokens[:, :0], self.dictionary.pad(), self.dictionary.eos()
+        log_probs = log_probs.take_along_dim(given.argmax(1).view(-1, 1, 1), 1)[:, 0]  # of the last given token
+        written = tokens[:, :0]
         ended = tokens.new_zeros(len(tokens), dtype=torch.bool)
         for _ in range(length):
-            scores = log_probs[:, -1] / temperature
+            scores = log_probs / temperature
             scores[:, pad] = -torch.inf
             best = scores.topk(top)
             drawn = torch.multinomial(best.values.softmax(1), 1, generator=generator)
@@ -107,6 +114,7 @@ class PretrainedModel(nn.Module):
             if ended.all():
                 break
             log_probs, state = self(token, state)
+            log_probs = log_probs[:, -1]
         return written
 
     def encode(self, text: str) -> Tensor:

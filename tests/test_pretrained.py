@@ -1,5 +1,6 @@
 """fairseq_fwp.load: the model that fairseq has, to the bit, from a checkpoint or a folder."""
 
+import json
 import re
 import shutil
 from argparse import Namespace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from refusals import refused
+from safetensors.torch import load_file, save_file
 from small_models import MODELS, SMALL, build, log_probs, make_dictionary, random_tokens
 
 import fairseq_fwp
@@ -16,9 +18,10 @@ from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 
 FAST = ("sum_favor", "delta", "Gated DeltaNet", "local last", "adaptive inputs", "same length", "XL, mapped")
 LENGTH, VOCABULARY = 20, 50
+ONE = torch.tensor([1])
 
 
-def save(folder, kind, **changes):
+def save(folder, kind, words=None, **changes):
     """Save a small model as fairseq does, with its dictionary, and return it and the path."""
     arch, own = MODELS[kind]
     backend = {"fwp_backend": "auto"} if arch not in ("fwp_xl_lm", "fwp_fwl_lm") else {}
@@ -26,7 +29,7 @@ def save(folder, kind, **changes):
     args = Namespace(**{"max_target_positions": None, "add_bos_token": False, "tokens_per_sample": 32, **SMALL, **own})
     ARCH_CONFIG_REGISTRY[arch](args)
     settings = {"model": {**vars(args), "arch": arch, **changes}, "task": {}}
-    words = make_dictionary(VOCABULARY)
+    words = words or make_dictionary(VOCABULARY)
     known = {KEY: fingerprints(Namespace(source_dictionary=words, target_dictionary=words))}
     saved = {"args": None, "cfg": settings, "model": model.state_dict(), "task_state": known}
     torch.save(saved, folder / "checkpoint.pt")
@@ -65,6 +68,35 @@ def test_the_dictionary_may_be_elsewhere(saved, tmp_path):
     for dictionary in (path.parent, str(path.parent / "dict.txt")):
         lm = fairseq_fwp.load(str(moved), dictionary=dictionary)
         assert lm.dictionary.symbols == make_dictionary(VOCABULARY).symbols and not lm.training
+
+
+def test_words_that_come_again(tmp_path):
+    """A second `<s>`, as RoBERTa's dictionary has it, and a word that replaces another: the last ones are read."""
+    words = make_dictionary(VOCABULARY - 3)
+    for word in ("<s>", "w1", "w50"):
+        words.add_symbol(word, overwrite=True)
+    model, path = save(tmp_path, "delta", words)
+    out = {kind: tmp_path / kind for kind in ("fairseq", "safetensors")}
+    for kind, folder in out.items():
+        main(["--source", "fwp-lm", str(path), "--to", kind, "--out", str(folder)])
+    tokens = random_tokens(3, LENGTH)
+    for found in (path, out["fairseq"] / "checkpoint.pt", out["safetensors"]):
+        lm = fairseq_fwp.load(found)
+        assert (lm.dictionary.symbols, lm.dictionary.indices) == (words.symbols, words.indices)
+        assert lm.encode("<s> w0 w1 w50").tolist() == [[2, 47, 4, 48, 49]]
+        assert torch.equal(lm(tokens)[0], log_probs(model, tokens))
+
+
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in MODELS])
+def test_padding_anywhere_does_not_change_what_is_written(kind, tmp_path):
+    lm = fairseq_fwp.load(save(tmp_path, kind)[1])
+    row, pad = random_tokens(1, 6), torch.ones(1, 3, dtype=torch.long)
+    prompts = [torch.cat(parts, 1) for parts in ((pad, row), (row, pad), (row[:, :2], pad, row[:, 2:]))]
+    expected = lm.generate(row, 8)
+    for prompt in prompts:
+        assert torch.equal(lm.generate(prompt, 8), expected)
+    together = lm.generate(torch.cat([*prompts, random_tokens(1, 9)]), 8)[:3, : expected.shape[1]]
+    assert torch.equal(together, expected.expand(3, -1))
 
 
 def test_it_writes_as_the_most_probable_tokens_say(saved):
@@ -127,6 +159,40 @@ def test_files_that_are_refused(saved, tmp_path):
         assert "\n" not in str(raised.value)
 
 
+def test_weights_in_several_files(saved, tmp_path):
+    """They can be read by whoever reads config.json; an index names files of its folder, and which of two counts."""
+    model, path = saved
+    folder, name = tmp_path / "folder", "decoder.embed_tokens.weight"
+    main(["--source", "fwp-lm", str(path), "--to", "safetensors", "--out", str(folder)])
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save_file({name: weights[name] + 1}, folder / "b.safetensors")
+    index, tokens = folder / "model.safetensors.index.json", random_tokens(2, 5)
+
+    def place(file):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "a.safetensors") | file}))
+
+    place({"unused": "b.safetensors"})
+    assert torch.equal(fairseq_fwp.load(folder)(tokens)[0], log_probs(model, tokens))
+    place({name: "b.safetensors"})
+    assert not torch.equal(fairseq_fwp.load(folder)(tokens)[0], log_probs(model, tokens))
+    (folder / "b.safetensors").rename(tmp_path / "b.safetensors")
+    for outside in ("../b.safetensors", str(tmp_path / "b.safetensors")):
+        place({name: outside})
+        with pytest.raises(ValueError, match=f"must name files of its own folder, got '{re.escape(outside)}'"):
+            fairseq_fwp.load(folder)
+    place({})
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, folder / "a.safetensors")
+    with pytest.raises(
+        ValueError, match=rf"{name} must be floating-point of 16 bits or more, got torch\.float8_e4m3fn"
+    ):
+        fairseq_fwp.load(folder)
+    (folder / "a.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match=r"got a truncated or different file: .*header too large"):
+        fairseq_fwp.load(folder)
+
+
 def test_generations_that_are_refused(saved):
     lm, tokens = fairseq_fwp.load(saved[1]), random_tokens(2, 3)
     for says, given in {
@@ -135,6 +201,7 @@ def test_generations_that_are_refused(saved):
         r"at least one token each, got \(3,\)": {"tokens": tokens[0]},
         "tokens must be numbers from 0 to 49, the dictionary's, got 50": {"tokens": tokens + 50 - tokens.max()},
         "tokens must be numbers .*, got -1": {"tokens": tokens - 1 - tokens.min()},
+        "each row of tokens must have one that is not padding, got a row": {"tokens": tokens.index_fill(0, ONE, 1)},
         "length must be at least 0, got -1": {"length": -1},
         "top must be from 1 to 50, the dictionary's size, got 0": {"top": 0},
         "top must be .*, got 51": {"top": 51},

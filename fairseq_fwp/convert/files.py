@@ -20,6 +20,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from fairseq_fwp.ops.arguments import DTYPES
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 
 # The seed of everything that is drawn: repeated conversions give the same model.
@@ -105,7 +106,7 @@ class Tensors(dict[str, Tensor]):
     def take(self, name: str) -> Tensor:
         """Remove a tensor and return it."""
         tensor = self[name]
-        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if tensor.dtype not in DTYPES:
             quantised = "quantised weights, as those of 8 bits, cannot be converted"
             raise ValueError(f"{name} must be floating-point, got {tensor.dtype}: {quantised}")
         del self[name]
@@ -331,8 +332,8 @@ def dictionaries(conversion: Conversion) -> dict[str, Dictionary]:
     words, found = conversion.words, dict[str, Dictionary]()
     for language, known in words.items() if isinstance(words, dict) else [("", words)]:
         dictionary = found[f"dict.{language}.txt" if language else DICTIONARY] = Dictionary()
-        for word in known:
-            dictionary.add_symbol(word)
+        for word in known:  # the same word may come again, or be a special symbol: fairseq then reads the last one
+            dictionary.add_symbol(word, overwrite=True)
     return found
 
 
@@ -389,7 +390,7 @@ def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
             faults.append(f"{name} is not a weight of this model")
         elif known[name].shape != weight.shape:
             faults.append(f"{name} must be {tuple(known[name].shape)}, got {tuple(weight.shape)}")
-        elif name in parameters and not weight.is_floating_point():
-            faults.append(f"{name} must be floating-point, got {weight.dtype}")
+        elif name in parameters and weight.dtype not in DTYPES:
+            faults.append(f"{name} must be floating-point of 16 bits or more, got {weight.dtype}")
     if faults:
         raise ValueError(f"the weights do not fit the model that the options describe: {'; '.join(sorted(faults))}")

@@ -29,23 +29,28 @@ def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor]
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of {name}, got {found}")
-    config, files = read_config(path, name, sizes), {WEIGHTS}
+    config, files, places = read_config(path, name, sizes), {WEIGHTS}, dict[str, Any]()
     if (path / INDEX).exists():
         names = read_json(path / INDEX).get("weight_map")
-        files = {*names.values()} if isinstance(names, dict) else set()
+        places = names if isinstance(names, dict) else {}
+        files = {*places.values()}
         if not files or not all(isinstance(file, str) for file in files):
             raise ValueError(f"{path / INDEX} must have a weight_map, which names a file for every weight")
+        if outside := sorted(file for file in files if Path(file).name != file):
+            raise ValueError(f"the weight_map in {path / INDEX} must name files of its own folder, got {outside[0]!r}")
     elif not (path / WEIGHTS).exists():
         raise ValueError(f"{path} must hold {WEIGHTS} or {INDEX}: save weights of another format as safetensors first")
     tensors: dict[str, Tensor] = {}
     for file in sorted(files):
         try:
-            tensors |= load_file(path / file)
+            loaded = load_file(path / file)
         except OSError as error:
             raise ValueError(f"the weights {path / file} cannot be read: {error.strerror or error}") from error
         except SafetensorError as error:
             whole = "a complete safetensors file, got a truncated or different file"
-            raise ValueError(f"{path / file} must be {whole}") from error
+            raise ValueError(f"{path / file} must be {whole}: {error}") from error
+        # A weight in two files is that of the index.
+        tensors |= {name: x for name, x in loaded.items() if places.get(name, file) == file}
     return tensors, config
 
 
@@ -58,7 +63,10 @@ def read_config(
         raise ValueError(f"{path / CONFIG} must be the configuration of a {name}, got one without {', '.join(missing)}")
     eos, words = config.get("eos_token_id"), config["vocab_size"]
     if eos is not None and not (type(eos) is int and 0 <= eos < words):
-        raise ValueError(f"eos_token_id in {path / CONFIG} must be in [0, {words}), the vocabulary, got {eos!r}")
+        got = f"the list {eos}: keep the one that ends a text" if isinstance(eos, list) else repr(eos)
+        raise ValueError(
+            f"eos_token_id in {path / CONFIG} must be one number in [0, {words}), the vocabulary, got {got}"
+        )
     return config
 
 
@@ -109,5 +117,7 @@ def write(
     with new_folder(out) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file({name: x.contiguous() for name, x in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+        # safetensors 0.8 writes files that only their owner can read.
+        (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
         if dictionary is not None:
             dictionary.save(str(folder / DICTIONARY))

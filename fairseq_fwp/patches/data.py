@@ -18,6 +18,7 @@ PREPROCESS = "run fairseq-preprocess again, or copy its folder again"
 PART = 2**24  # words that are compared at once: a comparison needs a byte for each
 INDEXED = "fairseq.data.indexed_dataset.MMapIndexedDataset"
 OPTION = "the value of an option must be a number, a string, a list or a dictionary of them, got"
+OVERWRITE = "#fairseq:overwrite"  # fairseq's mark of a word that replaces an earlier one
 REMEDY = "write the value itself into the configuration"
 
 
@@ -93,6 +94,19 @@ def refuse_padding_in_text(encode_line, self, line, *args, **kwargs):
         got = f"it in {line[:60]!r}"
         raise ValueError(f"words of a text must not be {self.pad_word}, which fairseq reads as padding, got {got}")
     return numbers
+
+
+@patch("fairseq.data.Dictionary._save")
+def save_repeated_words(save, self, f, entries):
+    """Save words that come again, such as RoBERTa's second `<s>`, as it reads them: fairseq refuses its own file."""
+    seen = set(self.symbols[: self.nspecial])
+
+    def marked():
+        for word, number in entries:
+            yield word, f"{number} {OVERWRITE}" if word in seen else number
+            seen.add(word)
+
+    return save(self, f, marked())
 
 
 @patch(f"{INDEXED}.Index.__del__")

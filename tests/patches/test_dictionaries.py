@@ -116,6 +116,18 @@ def dictionary(*words):
     return made
 
 
+def test_words_that_come_again_are_saved_so(trained):
+    """fairseq itself saves `<s>` twice without its mark, and then refuses the file."""
+    trained.rewrite(lambda lines: ["<s> 9 #fairseq:overwrite", *lines[1:-1], f"{lines[1]} #fairseq:overwrite"])
+    trained.train(2, out="again")
+    trained.evaluate("again")
+    words = Dictionary.load(str(trained.data / "dict.txt"))
+    words.save(str(trained.folder / "saved.txt"))
+    assert (trained.folder / "saved.txt").read_text() == (trained.data / "dict.txt").read_text()
+    found = Dictionary.load(str(trained.folder / "saved.txt"))
+    assert (found.symbols, found.count, found.indices) == (words.symbols, words.count, words.indices)
+
+
 def test_what_a_fingerprint_tells_apart():
     def prints(source, target):
         return checkpoints.fingerprints(Namespace(source_dictionary=source, target_dictionary=target))

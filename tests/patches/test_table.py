@@ -42,6 +42,7 @@ TESTS = {
     "ask_before_code_of_hub": "test_security::test_a_data_folder_gets_no_code_of_a_repository",
     "unpack_inside": "test_security::test_a_model_is_unpacked_inside_its_folder",
     "save_fingerprints": "test_dictionaries::test_what_a_fingerprint_tells_apart",
+    "save_repeated_words": "test_dictionaries::test_words_that_come_again_are_saved_so",
     "refuse_in_evaluation refuse_at_resume": "test_dictionaries::test_other_words_are_refused",
     "name_the_linear_activation": "test_language_model::test_a_pickled_model_is_the_same",
     "add_no_projection": "test_fwp_transformer::test_tied_embeddings_with_an_adaptive_softmax",
