@@ -13,7 +13,7 @@ B batch, T tokens, H heads of queries and keys, HV heads of values (a multiple o
     use_qk_l2norm_in_kernel: whether q and k are divided by sqrt(sum of squares + 1e-6).
     state_v_first: whether states are (N, HV, V, K).
     use_gate_in_kernel: whether g is the argument of Mamba's gate -exp(A_log) softplus(g + dt_bias), or with
-        `lower_bound` of lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+        `lower_bound` of lower_bound sigmoid(exp(A_log) (g + dt_bias)). Without it the three have no effect, as in fla.
     use_beta_sigmoid_in_kernel: whether beta is the argument of a sigmoid, which `allow_neg_eigval` doubles.
 
 `chunk_` and `fused_recurrent_` functions compute the same here. Hints for fla's kernels have no effect. What our
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_fwp import ops
-from fairseq_fwp.ops.arguments import state_dtype
+from fairseq_fwp.ops.arguments import expect_shape, state_dtype
 from fairseq_fwp.ops.convolution import causal_conv1d
 
 Results = tuple[Tensor, Any]
@@ -80,10 +80,11 @@ def _function(compute: Callable[..., Results], name: str, arguments: str) -> Cal
         for x in REFUSED:
             if given.pop(x.name) not in (x.default, None):
                 raise ValueError(f"{name}: {x.name} must be left out, which this package does not compute")
-        for x in HINTS:
-            given.pop(x.name)
-        options = {option: given.pop(option) for option in OF_RUN & given.keys()}
         try:
+            _check_options(given)
+            for x in HINTS:
+                given.pop(x.name)
+            options = {option: given.pop(option) for option in OF_RUN & given.keys()}
             return compute(partial(_run, **options), **given)
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, (AttributeError, TypeError)) else ValueError
@@ -93,6 +94,21 @@ def _function(compute: Callable[..., Results], name: str, arguments: str) -> Cal
     call.__doc__, call.__module__ = compute.__doc__, __name__
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
+
+
+def _check_options(given: dict[str, Any]) -> None:
+    """Raise ValueError for an option without those that it needs."""
+    if given.get("allow_neg_eigval") and not given["use_beta_sigmoid_in_kernel"]:
+        raise ValueError("use_beta_sigmoid_in_kernel must be True with allow_neg_eigval, got False")
+    if not given.get("use_gate_in_kernel"):
+        return
+    bound = given.get("lower_bound")
+    if given["g"] is None:
+        raise ValueError("g must be given with use_gate_in_kernel, got None")
+    if given["A_log"] is None and bound is None:
+        raise ValueError("A_log must be given with use_gate_in_kernel and without lower_bound, got None")
+    if given["safe_gate"] and "lower_bound" in given and (bound is None or not -5 <= bound < 0):
+        raise ValueError(f"lower_bound must be in [-5, 0) with use_gate_in_kernel and safe_gate, got {bound}")
 
 
 def _run(
@@ -165,6 +181,11 @@ def _run_sequences(rule: Run, given: list[Tensor], state: Tensor | None, places:
     return torch.cat(outs, 2), torch.cat(states)
 
 
+def _sizes(v: Tensor) -> dict[str, int]:
+    """Return the sizes that gates have in common with the values."""
+    return dict(zip(("B", "T", "HV"), v.shape, strict=False))
+
+
 def _decay(g: Tensor, q: Tensor) -> Tensor:
     return g.to(state_dtype(q.dtype)).exp()
 
@@ -184,6 +205,9 @@ def _linear_attn(run: Run, q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> 
 def _simple_gla(run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Results:
     """Linear attention with a decay per head: g of each token, g_gamma (HV,) of all (RetNet), or their sum."""
     if g_gamma is not None:
+        expect_shape("g_gamma", g_gamma, HV=v.shape[2])
+        if g is not None:
+            expect_shape("g", g, **_sizes(v))
         g = g_gamma.expand(v.shape[:3]) if g is None else g + g_gamma
     return run(ops.sum_rule, q, k, v) if g is None else run(ops.gla_rule, q, k, v, _decay(g, q))
 
@@ -226,9 +250,12 @@ def _gated_delta_rule(
     if gv is not None:
         raise ValueError("gv must be left out: the gated delta rule has no decay per value dimension here")
     if g is not None and use_gate_in_kernel:
-        g = _gate(g, A_log, dt_bias, lower_bound)
-    if gk is not None:
-        g = gk if g is None else gk + g.unsqueeze(-1)
+        g = _gate(g, v, A_log, dt_bias, lower_bound)
+    if g is not None and gk is not None:
+        expect_shape("g", g, **_sizes(v))
+        expect_shape("gk", gk, **_sizes(v), K=q.shape[-1])
+        gk = gk + g.unsqueeze(-1)
+    g = g if gk is None else gk
     if beta is None:
         beta = torch.ones_like(v[..., 0])
     else:
@@ -237,9 +264,12 @@ def _gated_delta_rule(
     return run(ops.delta_rule, q, k, v, beta) if g is None else run(ops.gated_delta_rule, q, k, v, _decay(g, q), beta)
 
 
-def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
-    if A_log is None and lower_bound is None:
-        raise ValueError("A_log must be given with use_gate_in_kernel and without lower_bound, got None")
+def _gate(g: Tensor, v: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    if g.shape[:3] != v.shape[:3]:
+        raise ValueError(f"g must begin with (B, T, HV) = {tuple(v.shape[:3])}, got {tuple(g.shape)}")
+    for name, x, count in (("A_log", A_log, g.shape[2]), ("dt_bias", dt_bias, g.shape[2:].numel())):
+        if x is not None and x.numel() != count:
+            raise ValueError(f"{name} must have {count} numbers with g of shape {tuple(g.shape)}, got {x.numel()}")
     g = g.to(state_dtype(g.dtype))
     if dt_bias is not None:
         g = g + dt_bias.view(g.shape[2:])
@@ -251,11 +281,12 @@ def _delta_product(
     run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, num_householder: int
 ) -> Results:
     """N delta steps a token: k, v and beta are (B, T N, H, ...), the decay g (B, T, H) precedes the first."""
-    if num_householder < 1 or k.shape[1] != num_householder * q.shape[1]:
-        tokens = f"{k.shape[1]} keys for {q.shape[1]} queries"
-        raise ValueError(
-            f"num_householder must be the number of keys of each query, got {num_householder} and {tokens}"
-        )
+    for name, x in (("keys", k), ("values", v), ("rates", beta)):
+        if num_householder < 1 or x.shape[1] != num_householder * q.shape[1]:
+            tokens = f"{x.shape[1]} {name} for {q.shape[1]} queries"
+            raise ValueError(
+                f"num_householder must be the number of {name} of each query, got {num_householder} and {tokens}"
+            )
     k, v, beta = (x.unflatten(1, (-1, num_householder)).transpose(2, 3) for x in (k, v, beta))
     if g is None:
         return run(ops.delta_product_rule, q, k, v, beta)
@@ -287,7 +318,7 @@ def _gdn2(
     lower_bound: float | None,
 ) -> Results:
     """Gated DeltaNet-2: gates for erasing, b (B, T, HV, K), and for writing, w (B, T, HV, V)."""
-    g = _gate(g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
+    g = _gate(g, v, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
     return run(ops.gdn2_rule, q, k, v, _decay(g, q), b, w)
 
 
@@ -358,6 +389,16 @@ def _silu(x: Tensor, activation: str | None) -> Tensor:
     return x if activation is None else F.silu(x)
 
 
+def _columns_before(channels: int, weight: Tensor, bias: Tensor | None) -> int:
+    """Return how many columns before its own a token sees. Raises ValueError for parameters of another shape."""
+    expect_shape("weight", weight, D=channels, W=None)
+    if bias is not None:
+        expect_shape("bias", bias, D=channels)
+    if not weight.shape[1]:
+        raise ValueError("weight must have at least one column, got none")
+    return weight.shape[1] - 1
+
+
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -375,9 +416,16 @@ def causal_conv1d_fn(
     """
     if seq_idx is not None and (initial_states is not None or return_final_states):
         raise ValueError("seq_idx must be left out with initial_states or return_final_states")
-    before = weight.shape[1] - 1
-    if initial_states is not None and initial_states.shape[-1] != before:
-        raise ValueError(f"initial_states must have {before} columns, got {initial_states.shape[-1]}")
+    expect_shape("x", x, B=None, D=None, T=None)
+    before = _columns_before(x.shape[1], weight, bias)
+    columns = {"B": x.shape[0], "D": x.shape[1], "W - 1": before}
+    for name, states in (("initial_states", initial_states), ("final_states_out", final_states_out)):
+        if states is not None:
+            expect_shape(name, states, **columns)
+    if seq_idx is not None:
+        expect_shape("seq_idx", seq_idx, B=x.shape[0], T=x.shape[2])
+        if seq_idx.is_floating_point():
+            raise TypeError(f"seq_idx must be integers, got {seq_idx.dtype}")
     seen = x if initial_states is None else torch.cat([initial_states.to(x.dtype), x], -1)
     out = causal_conv1d(seen.mT, weight, bias, seq_idx).mT[..., seen.shape[-1] - x.shape[-1] :]
     out = _silu(out, activation)
@@ -403,9 +451,12 @@ def causal_conv1d_update(
     for name, value in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
         if value is not None:
             raise ValueError(f"{name} must be left out, which this package does not compute")
-    if conv_state.shape[-1] < weight.shape[1] - 1:
-        raise ValueError(f"conv_state must have at least {weight.shape[1] - 1} columns, got {conv_state.shape[-1]}")
     tokens = x.unsqueeze(-1) if x.dim() == 2 else x
+    expect_shape("x", tokens, B=None, D=None, T=None)
+    before = _columns_before(tokens.shape[1], weight, bias)
+    expect_shape("conv_state", conv_state, B=x.shape[0], D=x.shape[1], S=None)
+    if conv_state.shape[-1] < before:
+        raise ValueError(f"conv_state must have at least {before} columns, got {conv_state.shape[-1]}")
     seen = torch.cat([conv_state.to(x.dtype), tokens], -1)
     conv_state.copy_(seen[..., -conv_state.shape[-1] :])
     out = _silu(causal_conv1d(seen.mT, weight, bias).mT[..., -tokens.shape[-1] :], activation)

@@ -118,6 +118,8 @@ def _keep_apart(given: dict[str, Any], known: Collection[str], x: Tensor) -> Non
     if ends is None:
         if numbers is not None and "seq_idx" not in known:
             raise ValueError("cu_seq_lens_q must be given with seq_idx, got seq_idx only")
+    elif x.shape[0] != 1:
+        raise ValueError(f"packed sequences must be in one row, with cu_seq_lens_q, got {x.shape[0]} rows")
     elif "seq_idx" in known:
         if numbers is None:
             # A cache puts columns before the first sequence.

@@ -23,6 +23,13 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def expect_shape(name: str, x: Tensor, **sizes: int | None) -> None:
+    """Raise ValueError unless a tensor has these sizes, in their order; None: of any size."""
+    if len(sizes) != x.dim() or any(size not in (None, n) for size, n in zip(sizes.values(), x.shape, strict=True)):
+        wanted = ", ".join(size if number is None else f"{size} = {number}" for size, number in sizes.items())
+        raise ValueError(f"{name} must have shape ({wanted}), got {tuple(x.shape)}")
+
+
 def first_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
     """Return a contiguous copy of the state (B, H, Dk, Dv) before the first token, or zeros."""
     if state is not None:

@@ -188,6 +188,57 @@ def test_wrong_use_is_one_sentence(change, error, said):
             fla.chunk_gated_delta_product(X, X.repeat(1, 2, 1, 1), X.repeat(1, 2, 1, 1), G, B.repeat(1, 2, 1), steps)
 
 
+GATE = {"use_gate_in_kernel": True, "A_log": torch.zeros(4)}
+BY_KEY = X.abs().neg()
+WITHOUT = "use_beta_sigmoid_in_kernel must be True with allow_neg_eigval, got False"
+BOUND = r"lower_bound must be in \[-5, 0\) with use_gate_in_kernel and safe_gate, got"
+DELTA = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda", "fused_recurrent_kda")
+# functions, changed arguments, words of the sentence
+OPTIONS = [
+    (DELTA, {"allow_neg_eigval": True}, WITHOUT),
+    (DELTA[1:2], {"g": None, **GATE}, "g must be given with use_gate_in_kernel, got None"),
+    (
+        DELTA[2:],
+        {**GATE, "A_log": None},
+        "A_log must be given with use_gate_in_kernel and without lower_bound, got None",
+    ),
+    (("chunk_kda", "chunk_gdn2"), {**GATE, "safe_gate": True}, f"{BOUND} None"),
+    (("chunk_kda", "chunk_gdn2"), {**GATE, "safe_gate": True, "lower_bound": -6.0}, f"{BOUND} -6.0"),
+    (DELTA, {**GATE, "A_log": torch.zeros(3)}, r"A_log must have 4 numbers with g of shape \(2, 9, 4.*\), got 3"),
+    (DELTA, {**GATE, "dt_bias": torch.zeros(5)}, r"dt_bias must have (4|24) numbers with g of shape .*, got 5"),
+    (DELTA, {**GATE, "g": G[:1]}, r"g must begin with \(B, T, HV\) = \(2, 9, 4\), got \(1, 9, 4\)"),
+    (DELTA[1:2], {"gk": BY_KEY[..., :5]}, r"gk must have shape \(B = 2, T = 9, HV = 4, K = 6\), got \(2, 9, 4, 5\)"),
+    (DELTA[1:2], {"gk": BY_KEY, "g": G[:1]}, r"g must have shape \(B = 2, T = 9, HV = 4\), got \(1, 9, 4\)"),
+    (("chunk_simple_gla",), {"g_gamma": G[0, 0, :3]}, r"g_gamma must have shape \(HV = 4\), got \(3,\)"),
+    (("chunk_simple_gla",), {"g_gamma": G[0, 0], "g": G[:1]}, r"g must have shape \(B = 2, T = 9, HV = 4\), got"),
+    (
+        ("chunk_gated_delta_product",),
+        {"num_householder": 1, "beta": B[:, :8]},
+        "num_householder .* rates of each query, got 1",
+    ),
+]
+
+
+@looped(("functions", "change", "said"), OPTIONS)
+def test_options_that_need_others_and_shapes_that_do_not_fit(functions, change, said):
+    for function in functions:
+        takes = inspect.signature(getattr(fla, function)).parameters
+        g = BY_KEY if function.endswith(("kda", "gdn2")) else G
+        given = {"q": X, "k": X, "v": X, "g": g, "beta": B, "b": X, "w": X} | change
+        with pytest.raises(ValueError, match=f"^{function}: {said}"):
+            getattr(fla, function)(**{name: x for name, x in given.items() if name in takes})
+
+
+def test_decays_of_heads_and_of_keys_are_added():
+    g, gk = -torch.rand(2, 9, 4), -torch.rand(2, 9, 4, 6)
+    found, _ = fla.fused_recurrent_gated_delta_rule(X, X / 4, X, g=g, gk=gk, beta=B / 2)
+    expected, _ = fla.chunk_kda(X, X / 4, X, g.unsqueeze(-1) + gk, B / 2)
+    assert torch.equal(found, expected)
+    # As in flash-linear-attention, what only the gate reads has no effect without it.
+    again, _ = fla.chunk_kda(X, X / 4, X, g.unsqueeze(-1) + gk, B / 2, A_log=B[0, 0], lower_bound=-2.0, safe_gate=True)
+    assert torch.equal(again, expected)
+
+
 def test_convolutions():
     x, weight, bias = torch.randn(2, 3, 10, dtype=torch.float64), torch.randn(3, 4).double(), torch.randn(3).double()
     numbers = torch.tensor([[0] * 4 + [1] * 6, [0] * 9 + [1]])
@@ -214,3 +265,27 @@ def test_convolutions():
             fla.causal_conv1d_fn(x, weight, bias, **wrong)
     with pytest.raises(ValueError, match="conv_state must have at least 3 columns, got 2"):
         fla.causal_conv1d_update(x, x[..., :2].clone(), weight)
+
+
+def test_shapes_of_convolutions_are_named():
+    x, weight, bias = torch.randn(2, 3, 10), torch.randn(3, 4), torch.randn(3)
+    of_both = {
+        "x": (x[0, 0], r"x must have shape \(B, D, T\), got"),
+        "weight": (weight[:2], r"weight must have shape \(D = 3, W\), got \(2, 4\)"),
+        "bias": (bias[:2], r"bias must have shape \(D = 3\), got \(2,\)"),
+    }
+    of_all = {
+        "seq_idx": (torch.zeros(1, 10).long(), r"seq_idx must have shape \(B = 2, T = 10\), got \(1, 10\)"),
+        "initial_states": (x[:1, :, :3], r"initial_states must have shape \(B = 2, D = 3, W - 1 = 3\), got \(1,"),
+        "final_states_out": (x[:, :2, :3], r"final_states_out must have shape \(B = 2, D = 3, W - 1 = 3\), got"),
+    }
+    of_update = {"conv_state": (x[:1], r"conv_state must have shape \(B = 2, D = 3, S\), got \(1, 3, 10\)")}
+    for function, wrong in ((fla.causal_conv1d_fn, of_both | of_all), (fla.causal_conv1d_update, of_both | of_update)):
+        more = {} if function is fla.causal_conv1d_fn else {"conv_state": x.clone()}
+        for name, (value, said) in wrong.items():
+            with pytest.raises(ValueError, match=f"^{said}"):
+                function(**{"x": x, "weight": weight, "bias": bias, **more, name: value})
+    with pytest.raises(TypeError, match=r"seq_idx must be integers, got torch\.float32"):
+        fla.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(2, 10))
+    with pytest.raises(ValueError, match="weight must have at least one column, got none"):
+        fla.causal_conv1d_fn(x, weight[:, :0])

@@ -139,6 +139,17 @@ def test_packed_sequences_are_kept_apart(kind):
     torch.testing.assert_close(together, torch.cat(apart, 1), rtol=1e-4, atol=1e-5)
 
 
+def test_softmax_layers_of_transformers_see_across_documents_with_a_mask_or_without_positions():
+    """docs/interop.md says so: the mask is made in transformers, where the linear layers do not see it."""
+    model, tokens = build("qwen3_5_text"), torch.randint(3, 64, (1, 14))
+    places = torch.cat([torch.arange(5), torch.arange(9)]).unsqueeze(0)
+    right = {"cu_seq_lens_q": torch.tensor([0, 5, 14]), "position_ids": places, "use_cache": False}
+    with torch.no_grad(), interop.use_in_transformers():
+        expected = model(input_ids=tokens, **right).logits
+        for wrong in ({"attention_mask": torch.ones_like(tokens)}, {"position_ids": None}):
+            assert (model(input_ids=tokens, **right | wrong).logits - expected)[:, 5:].abs().max() > 1e-2
+
+
 def test_what_would_mix_sequences_is_refused():
     model, tokens, ends = build("qwen3_5_text"), torch.randint(3, 64, (1, 14)), torch.tensor([0, 5, 14])
     with interop.use_in_transformers():
@@ -146,6 +157,8 @@ def test_what_would_mix_sequences_is_refused():
             model(input_ids=tokens, cu_seq_lens_q=ends)
         with pytest.raises(ValueError, match="cu_seq_lens_q must be given with seq_idx"):
             model(input_ids=tokens, seq_idx=torch.zeros(1, 14, dtype=torch.int32), use_cache=False)
+        with pytest.raises(ValueError, match=r"must be in one row, with cu_seq_lens_q, got 2 rows$"):
+            model(input_ids=tokens.expand(2, -1), cu_seq_lens_q=ends, use_cache=False)
 
 
 @looped("length", [3, 20])
