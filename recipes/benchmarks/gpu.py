@@ -1,12 +1,13 @@
-"""Speed, memory and errors on one NVIDIA GPU, by calls of `gpu.sh`: see "One GPU" in RESULTS.md.
+"""Errors, speed and memory on one NVIDIA GPU, by calls of `gpu.sh`: see "One GPU" in RESULTS.md.
 
 A call writes gpu_PART.csv to --out, every number at once. A job is a process: a kernel that hangs, or after which the
 GPU does not work, ends only its job. A contender is a rule and a backend, in bfloat16 or as named. A time is the median
 of CUDA events around some calls, with a cold second-level cache, as called from Python and, if possible, as a graph,
-without gaps between launches. In a round all contenders of a rule take turns.
+without gaps between launches. In a round all contenders of a job take turns: those of ours come before any of fla.
 """
 
 import argparse
+import collections
 import importlib.metadata
 import itertools
 import math
@@ -15,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from functools import partial
@@ -24,8 +26,9 @@ from statistics import median
 import inputs
 import torch
 from inputs import FORWARD, STEP, TRAINING
-from record import BYTES, HERE, RESULTS, Goal, Record, commit, compare, publish, table
+from record import BYTES, HERE, MISSED, RESULTS, SPEED, Goal, Record, commit, compare, publish, table
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
 from fairseq_fwp.kernels import load_kernels
@@ -33,10 +36,18 @@ from fairseq_fwp.kernels.self_check import find_faults
 from fairseq_fwp.ops.fla import FORMS as IN_FLA
 
 CALLED, GRAPH, ERROR, ERROR_OF_ALL = "seconds as called", "seconds of a graph", "error", "error of all tokens"
+KERNELS, SAME_BITS, TEXT = "seconds of kernels", "runs of the same bits", "text"
 HALF, SINGLE, SDPA = torch.bfloat16, torch.float32, "scaled_dot_product_attention"
 ATTENTION = {SDPA: (partial(scaled_dot_product_attention, is_causal=True), "sum")}  # and the form of its inputs
-# Shares of a call's time: the build and fla's first calls, a job (killed GRACE seconds later), the checks.
-FIRST_CALLS, JOB, GRACE, CHECKS = 0.4, 0.3, 20, {"laws": 0.65, "memcheck": 0.15, "racecheck": 0.15}
+# Shares of a call's time: fla's first calls, a job (killed GRACE seconds later), the checks.
+FIRST_CALLS, JOB, GRACE, CHECKS = 0.3, 0.3, 15, {"laws": 0.65, "memcheck": 0.15, "racecheck": 0.15}
+CHECKING = 0.65  # of the check of every rule; the rest is for the one before first use
+# The parts of each call of a lease, and the seconds of each. Their sum, the start and the transfers take 800 of 900 s.
+LEASE = {
+    "1": {"check": 110, "kernels": 50},
+    "2": {"measure": 290},
+    "3": {"models": 100, "laws": 140},
+}
 CAPTURED = re.compile(".*, kernel|(delta|sum)[^_]*, fla|scaled_dot")  # fla looks at decays, which a graph cannot do
 FIRST = ("delta", "gated_delta, decay per head", "gated_delta, decay per key dimension")
 FORMS = (*FIRST, *(form for form in inputs.FORMS if form not in (*FIRST, "fwm")))
@@ -46,16 +57,37 @@ SHAPES = (*GOALS, (1, 16, 8192, 128, 128), (1, 32, 8192, 128, 128))
 LONG = 2048  # tokens from which kernels have segments: then out of all tokens is compared, not only of the first 256
 DEVICE, ROUNDS, RATE = "cuda", 5, 8192  # RATE: rows of the matrices copied and multiplied
 STEP_SHAPE, CONTEXTS, SPARE = (32, 16, 1, 64, 64), (1, 1024, 16384, 65536), 1000  # SPARE: most steps after a context
-MODELS = ("delta_lm_wt103", "gated_delta_lm_wt103", "softmax_lm_wt103")
-SAMPLES, TOKENS, WORDS, FLAGS = 96, 256, 267_744, ("--bf16",)  # of an update; words of WikiText-103, with symbols
-TESTS = ("tests/laws", "tests/ops", "-k", "cuda", "-n", "auto")
+# The paper's small and medium models. Schlag et al. 2021, Section 6.3, compare the speed of delta, sum and softmax, Mao
+# 2022, Figure 1, the decoding of decay and softmax.
+MODELS = (
+    "delta_lm_wt103",
+    "softmax_lm_wt103",
+    "sum_lm_wt103",
+    "delta_dpfp_lm_wt103",
+    "delta_favor_lm_wt103",
+    "decay_lm_wt103",
+)
+MODELS += ("gated_delta_lm_wt103", "delta_lm_wt103_medium", "softmax_lm_wt103_medium")
+DECODED = ("softmax_lm_wt103", "delta_lm_wt103", "decay_lm_wt103")
+# Of an update, of the small and the medium models; words of WikiText-103, with symbols.
+SAMPLES, TOKENS, WORDS, FLAGS = (96, 56), (256, 384), 267_744, ("--bf16",)
+# What only a GPU can tell comes first.
+TESTS = ("tests/ops/test_cuda.py", "tests/laws", "tests/ops", "-k", "cuda", "-n", "12")
+# Of the check, which has the sizes of scans and of every kernel on tensor cores, and segments in bfloat16.
+DTYPES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # and greatest errors
+CHECKED = [(2, 3, 37, 17, 33), (1, 2, 70, 16, 16), (2, 1, 95, 32, 40), (1, 2, 77, 64, 64), (1, 1, 70, 128, 128)]
+SEGMENTS = [(1, 1, 2100, 16, 160), (1, 2, 2100, 64, 64), (1, 1, 2100, 128, 128)]
 if "FWP_TINY" in os.environ:  # the tests of this script, on a CPU
-    DEVICE, ROUNDS, RATE, LONG, SAMPLES, TOKENS, WORDS = "cpu", 2, 64, 16, 2, 16, 1000
-    FORMS, SHAPES, STEP_SHAPE, CONTEXTS = FORMS[:2], ((1, 2, 24, 8, 8),), (2, 2, 1, 8, 8), (1, 9)
+    DEVICE, ROUNDS, RATE, LONG, SAMPLES, TOKENS, WORDS = "cpu", 2, 64, 16, (2, 2), (16, 16), 1000
+    SHAPES, STEP_SHAPE, CONTEXTS = ((1, 2, 24, 8, 8),), (2, 2, 1, 8, 8), (1, 9)
+    CHECKED, SEGMENTS, MODELS, DECODED = [(1, 2, 35, 8, 8)], [], MODELS[::8], DECODED[:1]
     FLAGS = ("--cpu", "--decoder-layers", "1", "--adaptive-softmax-cutoff", "500")
 ON_GPU = DEVICE == "cuda"
 WITH_FLA = tuple(form for form in FORMS if f"{inputs.FORMS[form][0]}_rule" in IN_FLA)
-FORKS = multiprocessing.get_context("forkserver")  # processes begin with these imports, and without CUDA
+# Processes begin with these imports, and without CUDA. fla is not among them: it asks for the device when imported.
+FORKS = multiprocessing.get_context("forkserver")
+PRELOADED = ["torch._dynamo", "torch.profiler", "triton.testing", "fairseq_fwp.kernels.self_check", "inputs", "record"]
+FORKS.set_forkserver_preload(PRELOADED)
 with suppress(ImportError):
     import triton.testing  # its times are in milliseconds; it also tries hundreds of configurations of fla's kernels
 
@@ -113,23 +145,77 @@ class Session:
                 for (name, what), call in kinds.items():
                     self.record.add(where, stage, name, [seconds_of(call)], what)
 
-    def operators(self, stage, forms, dtype, late):
-        """Time the contenders of each form at each shape; late: {(form, shape): why fla is not called}."""
+    def check(self, rule):
+        """Compare outputs and gradients of a rule with the loop in float64, and the bits of three runs."""
+        from subjects import RULES, cotangents, relative_error, results, sample_inputs
+
+        def run(given, gradients):
+            return results(partial(RULES[rule].function, backend="kernel"), given, gradients)
+
+        of_segments = [(shape, HALF) for shape in SEGMENTS]
+        for shape, dtype in [*itertools.product(CHECKED, DTYPES), *of_segments]:
+            if time.monotonic() > self.end:
+                return self.record.miss(shape, str(dtype), rule, "no time was left for it")
+            given = sample_inputs(rule, shape, dtype)
+            gradients = cotangents(given)
+            exact = {name: x.double() for name, x in given.items()}
+            truth = results(RULES[rule].reference, exact, tuple(x.double() for x in gradients))
+            on_gpu = {name: x.to(DEVICE) for name, x in given.items()}, tuple(x.to(DEVICE) for x in gradients)
+            found, *again = [run(*on_gpu) for _ in range(3)]
+            errors = {name: relative_error(found[name].cpu(), x) for name, x in truth.items()}
+            worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+            self.record.add(shape, str(dtype), rule, [errors[worst]], ERROR)
+            self.record.add(shape, str(dtype), rule, [worst], TEXT)
+            same = sum(all(torch.equal(x, run[name]) for name, x in found.items()) for run in again)
+            self.record.add(shape, str(dtype), rule, [1 + same], SAME_BITS)
+        return None
+
+    def split(self, where, stage, name, call):
+        """Record the time of all kernels of a call, and of each: without the gaps between them."""
+        with profile(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU]) as seen:
+            for _ in range(ROUNDS):
+                call()
+            if ON_GPU:
+                torch.cuda.synchronize()
+        kernels = collections.Counter()
+        for event in seen.key_averages():
+            seconds = (event.self_device_time_total if ON_GPU else event.self_cpu_time_total) / 1e6 / ROUNDS
+            kernels[re.sub(r"\(.*|void |fwp::|cuda::|\s", "", event.key)[:80]] += seconds
+        self.record.add(where, stage, name, [kernels.total()], KERNELS)
+        for kernel, seconds in kernels.most_common(12):
+            self.record.add(where, stage, f"{name}: {kernel}", [seconds], KERNELS)
+
+    def kernels(self, forms, dtype):
+        """Record the time of every kernel of forward + backward."""
+        for form, shape in itertools.product(forms, SHAPES):
+            name = f"{form}, kernel" + ", float32" * (dtype == SINGLE)
+            tensors = inputs.leaves(form, shape, dtype, DEVICE)
+            gradient = inputs.gradient_of_out(shape, dtype, DEVICE)
+            step = partial(inputs.training_step, inputs.call(form), tensors, gradient)
+            if call := self.attempt(shape, TRAINING, name, lambda step=step: step):
+                self.split(shape, TRAINING, name, call)
+
+    def operators(self, stage, forms, dtype, late=None):
+        """Time ours and SDPA, of each form at each shape; or fla, with {(form, shape): why its first call failed}."""
 
         def build(shape, name, function, form):
-            if name.endswith(", fla") and (form, shape) in late:
-                raise RuntimeError(f"its first call: {late[form, shape]}")
+            reason = (late or {}).get((form, shape))
+            # Where only its backward pass is refused, the first call has compiled the forward pass.
+            if reason and (stage == TRAINING or "TimeoutError" in reason):
+                raise RuntimeError(f"its first call: {reason}")
             tensors = inputs.leaves(form, shape, dtype, DEVICE)
             if stage == TRAINING:
-                return partial(inputs.training_step, function, tensors, inputs.gradient_of_out(shape, dtype, DEVICE))
+                gradient = inputs.gradient_of_out(shape, dtype, DEVICE)
+                return partial(inputs.training_step, function, tensors, gradient)
             state = [torch.randn(*shape[:2], *shape[3:], device=DEVICE)] if stage == STEP else []
             return torch.no_grad()(partial(function, *tensors, *state))
 
         for shape, form in itertools.product([STEP_SHAPE] if stage == STEP else SHAPES, forms):
             found = {f"{form}, kernel" + ", float32" * (dtype == SINGLE): (inputs.call(form), form)}
-            if dtype == HALF and stage != STEP:
-                found |= {f"{form}, fla": (inputs.call(form, "fla"), form)} if form in WITH_FLA else {}
-                found |= ATTENTION if form == "delta" else {}
+            if dtype == HALF and stage != STEP and form == "delta":
+                found |= ATTENTION
+            if late is not None:
+                found = {f"{form}, fla": (inputs.call(form, "fla"), form)}
             calls = {x: self.attempt(shape, stage, x, partial(build, shape, x, *found[x])) for x in found}
             self.take_turns(shape, stage, calls)
             for name in [x for x, call in calls.items() if call and stage == TRAINING and x != SDPA]:
@@ -137,7 +223,8 @@ class Session:
                     errors = inputs.errors(*found[name], shape, dtype, DEVICE, whole=shape[2] >= LONG)
                     self.record.add(shape, stage, name, [errors.pop("out of all tokens", math.nan)], ERROR_OF_ALL)
                     self.record.add(shape, stage, name, [torch.tensor([*errors.values()]).max().item()], ERROR)
-            torch.cuda.empty_cache()
+            if ON_GPU:
+                torch.cuda.empty_cache()
 
     def rates(self):
         """Measure a copy of device memory and a matrix product, for the floors."""
@@ -147,20 +234,37 @@ class Session:
         for name, call, work in (("copy", copy, 2 * source.nbytes), ("product", product, 2 * RATE**3)):
             self.record.add("machine", "", name, [work / seconds_of(call) for _ in range(ROUNDS)], "per second")
 
-    def whole_models(self):
-        """Time updates of fairseq's own trainer, and a step of decoding after each context."""
+    def update(self, name):
+        """Time updates of fairseq's own trainer as called, and their kernels."""
         import models
         from fairseq.trainer import Trainer
 
-        def update(name):
-            built = models.build(WORDS, "--arch", name, "--tokens-per-sample", TOKENS, *FLAGS)
+        medium = name.endswith("medium")
+        samples, tokens = SAMPLES[medium], TOKENS[medium]
+        place = f"{samples} x {tokens} tokens", "update"
+
+        def build():
+            built = models.build(WORDS, "--arch", name, "--tokens-per-sample", tokens, *FLAGS)
             built.cfg.common.tpu = False  # fairseq sets it with --bf16
             trainer = Trainer(*built)
+            # It would save the model after an error, and hide the reason if it cannot; and forget the peak of memory.
+            trainer.save_checkpoint, trainer.cuda_env = (lambda *_, **__: None), None
             trainer.begin_epoch(1)
-            return partial(trainer.train_step, [models.sample(WORDS, SAMPLES, TOKENS)])
+            return partial(trainer.train_step, [models.sample(WORDS, samples, tokens)])
+
+        if call := self.attempt(*place, name, build):
+            self.take_turns(*place, {name: call})
+            self.record.add(
+                *place, name, [samples * tokens / x for x in self.record.values(*place, name, CALLED)], SPEED
+            )
+            self.split(*place, name, call)
+
+    def decoding(self, name):
+        """Time a step of decoding after each context."""
+        import models
 
         @torch.no_grad()
-        def decode(name, context):
+        def decode(context):
             built = models.build(WORDS, "--arch", name, "--tokens-per-sample", context + SPARE, *FLAGS)
             decoder = built.model.eval().to(DEVICE, HALF if ON_GPU else SINGLE).decoder
             tokens = models.sample(WORDS, 1, context + SPARE)["net_input"]["src_tokens"].to(DEVICE)
@@ -168,11 +272,9 @@ class Session:
             decoder(tokens[:, :context], incremental_state=state, features_only=True)
             return torch.no_grad()(lambda: decoder(tokens[:, : next(ends)], incremental_state=state))
 
-        place = f"{SAMPLES} x {TOKENS} tokens", "update"
-        self.take_turns(*place, {name: self.attempt(*place, name, partial(update, name)) for name in MODELS})
-        for name, context in itertools.product((MODELS[0], MODELS[-1]), CONTEXTS):
+        for context in CONTEXTS:
             place = f"context {context}", STEP
-            self.take_turns(*place, {name: self.attempt(*place, name, partial(decode, name, context))})
+            self.take_turns(*place, {name: self.attempt(*place, name, partial(decode, context))})
 
 
 def work(path, end, method, *args):
@@ -182,8 +284,8 @@ def work(path, end, method, *args):
 def first_call(form, shape):
     """Compile fla's kernels. The choice of the fastest is not kept, because other processes use the GPU now."""
     os.environ["FLA_CACHE_RESULTS"] = "0"
-    tensors = inputs.leaves(form, shape, HALF, DEVICE)
-    inputs.training_step(inputs.call(form, "fla"), tensors, inputs.gradient_of_out(shape, HALF, DEVICE))
+    tensors, gradient = inputs.leaves(form, shape, HALF, DEVICE), inputs.gradient_of_out(shape, HALF, DEVICE)
+    inputs.training_step(inputs.call(form, "fla"), tensors, gradient)
 
 
 def run(jobs, seconds, at_once=1):
@@ -202,18 +304,60 @@ def run(jobs, seconds, at_once=1):
 def run_jobs(path, seconds, end, jobs):
     """Run {name: (a method of Session, *arguments)}, at most `seconds` each; note those that fail."""
     describe(path)
+    go_on(path, seconds, end, jobs)
+
+
+def go_on(path, seconds, end, jobs):
     for name, job in jobs.items():
         until = min(end, time.monotonic() + seconds)
         for why in run({name: (work, path, until, *job)}, max(until - time.monotonic(), 0) + GRACE).values():
             resume(path).note(name, why)
 
 
+def check(path, seconds, end):
+    """Check every rule at once, because the references need the cores; then run the check before first use."""
+    from subjects import WITH_KERNEL
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {rule: Path(folder, f"{rule}.csv") for rule in WITH_KERNEL}
+        jobs = {rule: (work, paths[rule], end, "check", rule) for rule in WITH_KERNEL}
+        failed = run(jobs, CHECKING * seconds, len(jobs))
+        record = Record((row for file in paths.values() if file.exists() for row in Record.read(file).rows), path)
+    for rule, why in failed.items():
+        record.miss("rule", "", rule, why)
+    print("\n".join(verdicts(record)), flush=True)
+    describe_into(record)
+
+
+def verdicts(record):
+    """Return a line for each error above its bound, for runs of other bits, and for what is missing."""
+    bounds = {str(dtype): bound for dtype, bound in DTYPES.items()}
+    right, lines = 0, []
+    for where, stage, name, what, _, value in record.rows:
+        if what == MISSED or (what == SAME_BITS and int(value) < 3):
+            lines.append(f"{name} at {where} in {stage}: {value} {what}")
+        elif what == ERROR:
+            good = float(value) <= bounds[stage]
+            right += good
+            worst = next(row[5] for row in record.rows if row[:4] == [where, stage, name, TEXT])
+            lines += [] if good else [f"{name} at {where} in {stage}: error {float(value):.1e} of {worst}"]
+    return [f"{right} cases right, {len(lines)} lines of others", *lines]
+
+
+def kernels(path, seconds, end):
+    run_jobs(path, seconds, end, {str(dtype): ("kernels", FORMS, dtype) for dtype in (HALF, SINGLE)})
+
+
 def measure(path, seconds, end):
-    calls = {(form, shape): (first_call, form, shape) for form in WITH_FLA for shape in SHAPES}
-    late = run({"faults": (find_faults, f"{DEVICE}:0")} | calls, FIRST_CALLS * seconds, os.cpu_count())
-    jobs = {"rates": ("rates",)} | {form: ("operators", TRAINING, [form], HALF, late) for form in FORMS}
-    jobs |= {FORWARD: ("operators", FORWARD, FORMS, HALF, late), "float32": ("operators", TRAINING, FORMS, SINGLE, {})}
-    run_jobs(path, JOB * seconds, end, jobs | {STEP: ("operators", STEP, FORMS, HALF, {})})
+    """Ours and SDPA before fla, which compiles for minutes."""
+    jobs = {"rates": ("rates",)} | {form: ("operators", TRAINING, [form], HALF) for form in FORMS}
+    jobs |= {FORWARD: ("operators", FORWARD, FORMS, HALF), "float32": ("operators", TRAINING, FORMS, SINGLE)}
+    run_jobs(path, JOB * seconds, end, jobs | {STEP: ("operators", STEP, FORMS, HALF)})
+    widest_first = sorted(SHAPES, key=lambda shape: -shape[3])
+    calls = {(form, shape): (first_call, form, shape) for shape in widest_first for form in WITH_FLA}
+    late = run(calls, min(FIRST_CALLS * seconds, end - time.monotonic()), os.cpu_count())
+    jobs = {f"{stage}, fla": ("operators", stage, WITH_FLA, HALF, late) for stage in (TRAINING, FORWARD)}
+    go_on(path, JOB * seconds, end, jobs)
 
 
 def laws(path, seconds, _):
@@ -245,17 +389,22 @@ def cases(*_):
 
 def describe(path):
     """Return a record with notes of GPU, versions, our library and its faults; exit if there is no library."""
+    path.unlink(missing_ok=True)
+    return describe_into(Record(path=path))
+
+
+def describe_into(record):
     status = load_kernels(DEVICE)
     if not status.path:
         raise SystemExit(f"no kernels for {DEVICE}: {status.reason}; {status.cure}.")
-    path.unlink(missing_ok=True)
-    record, found = Record(path=path), find_faults(f"{DEVICE}:0")
+    found = find_faults(f"{DEVICE}:0")
     record.note("date", time.strftime("%Y-%m-%d %H:%M"))
     record.note("commit", os.environ.get("FWP_COMMIT") or commit())
     record.note("kernels", Path(status.path).parent.name)
     record.note("faults", "; ".join(f"{rule}: {fault}" for rule, fault in found.items()) or "none")
-    query = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader --id=0"
-    record.note("GPU and driver", subprocess.getoutput(query))
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() if ON_GPU else "none"
+    record.note("GPU and driver", f"{torch.cuda.get_device_name() if ON_GPU else 'a CPU'}, {driver}")
     packages = [x for x in importlib.metadata.distributions() if x.name in ("torch", "triton", "fla-core")]
     record.note("versions", ", ".join(f"{x.name} {x.version}" for x in packages))
     return record
@@ -279,7 +428,7 @@ def row(record, rates, where, stage, name):
         values = record.values(where, stage, name, what)
         return "-" if isinstance(values, str) else format(median(values) * scale, digits)
 
-    found, floor = [cell(GRAPH), cell(CALLED)], ["-", "-"]
+    found, floor = [cell(KERNELS), cell(GRAPH), cell(CALLED)], ["-", "-"]
     form, missed = re.sub(", (kernel|fla).*", "", name), record.values(where, stage, name, CALLED)
     if form in inputs.FORMS:
         shape = [int(n) for n in re.findall(r"\d+", where)]
@@ -291,7 +440,7 @@ def row(record, rates, where, stage, name):
 
 def publish_all(path, *_):
     """Print the table of the calls in a folder, unless a check failed or they are not of one GPU and version."""
-    parts = [part for part in ("measure", "models", "laws") if path.with_name(f"gpu_{part}.csv").exists()]
+    parts = [part for part in PARTS if path.with_name(f"gpu_{part}.csv").exists()]
     found = [Record.read(path.with_name(f"gpu_{part}.csv")) for part in parts]
     for about in ("GPU and driver", "commit", "kernels"):
         if len(seen := sorted({record.notes().get(about, "none") for record in found})) != 1:
@@ -303,9 +452,21 @@ def publish_all(path, *_):
             raise SystemExit(f"nothing is published: {name} {notes[name]}.")
     rates = [record.values("machine", "", name, "per second") for name in ("copy", "product")]
     rates = [math.nan if isinstance(found, str) else max(found) for found in rates]
-    header = ["where", "stage", "contender", "us", "us as called", "floor us", "times the floor", "MB"]
-    places = dict.fromkeys(tuple(line[:3]) for line in record.rows if line[0] != "machine")
-    text = table([*header, ERROR, ERROR_OF_ALL, "note"], [row(record, rates, *place) for place in places])
+    header = [
+        "where",
+        "stage",
+        "contender",
+        "us of kernels",
+        "us of a graph",
+        "us as called",
+        "floor us",
+        "times the floor",
+    ]
+    of_check = {str(dtype) for dtype in DTYPES}
+    places = dict.fromkeys(tuple(x[:3]) for x in record.rows if x[0] != "machine" and x[1] not in of_check)
+    rows = [row(record, rates, *place) for place in places if ": " not in place[2]]
+    text = table([*header, "MB", ERROR, ERROR_OF_ALL, "note"], rows)
+    text += "\n" + "\n".join(verdicts(Record(x for x in record.rows if x[1] in of_check)))
     notes |= {"copy": f"{rates[0] / 1e12:.2f} TB/s", "product": f"{rates[1] / 1e12:.0f} TFLOP/s"}
     head = ", ".join(f"{name} {said}" for name, said in notes.items()) + "."
     pairs = [*((f"{form}, fla", f"{form}, kernel") for form in WITH_FLA), (SDPA, "delta, kernel")]
@@ -328,13 +489,36 @@ def build(*_):
     sys.exit(not status.built)
 
 
-models = partial(run_jobs, jobs={"whole models": ("whole_models",)})
-PARTS = {"measure": measure, "models": models, "laws": laws, "publish": publish_all, "build": build, "cases": cases}
+def models(path, seconds, end):
+    jobs = {f"update of {name}": ("update", name) for name in MODELS}
+    run_jobs(path, JOB * seconds, end, jobs | {f"decoding of {name}": ("decoding", name) for name in DECODED})
+
+
+def lease(path, call):
+    """Run the parts of a call, at most so many seconds each, also after one that fails; exit with 1 if one did."""
+    failed = []
+    for part, seconds in LEASE[call].items():
+        command = [sys.executable, __file__, part, "--seconds", str(seconds), "--out", path.parent]
+        status = subprocess.call(["timeout", "-k", "9", f"{seconds + GRACE}", *command])
+        print(f"{part} ended with status {status}", flush=True)
+        failed += [part] if status else []
+    sys.exit(bool(failed))
+
+
+PARTS = {"check": check, "kernels": kernels, "measure": measure, "models": models, "laws": laws}
+PARTS |= {"publish": publish_all, "build": build, "cases": cases}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--seconds", type=float, default=490, help="time for the call (default: 490)")
+    parser.add_argument("part", choices=[*PARTS, "lease"])
+    parser.add_argument("call", nargs="?", choices=LEASE, help="of a lease: its first, second or third call")
+    parser.add_argument("--seconds", type=float, default=290, help="time for the part (default: 290)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: results)")
     args = parser.parse_args()
-    PARTS[args.part](args.out.resolve() / f"gpu_{args.part}.csv", args.seconds, time.monotonic() + args.seconds)
+    if (args.part == "lease") != bool(args.call):
+        parser.error("a lease must have a call, 1, 2 or 3, and nothing else has one")
+    path = args.out.resolve() / f"gpu_{args.part}.csv"
+    if args.call:
+        lease(path, args.call)
+    else:
+        PARTS[args.part](path, args.seconds, time.monotonic() + args.seconds)

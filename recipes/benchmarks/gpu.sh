@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Speed, memory and errors on one NVIDIA GPU, in calls of less than nine minutes. See "One GPU" in RESULTS.md.
-#   gpu.sh wheels FOLDER [PYTHON]             with a network: the packages that a GPU machine lacks, for its Python (3.12)
-#   gpu.sh measure | models | laws [FLAGS]    on the GPU machine; --wheels FOLDER (or FWP_WHEELS) installs only from there
+# Errors, speed and memory on one NVIDIA GPU, in calls of some minutes, also without a network. See "One GPU" in RESULTS.md.
+#   gpu.sh lease 1 | 2 | 3 [--out FOLDER]     on the GPU machine: all parts, in three calls of 160, 290 and 240 seconds:
+#     1: check, the errors and bits of every rule and dtype against float64; kernels, the time of each kernel
+#     2: measure, operators: ours first, then PyTorch's attention and flash-linear-attention
+#     3: models, updates and decoding; laws, what only a GPU can test, then all laws, then compute-sanitizer
+#   gpu.sh PART [--seconds N] [--out FOLDER]  one of these parts: check, kernels, measure, models or laws
 #   gpu.sh publish [--out FOLDER]             anywhere: prints the table of the calls in FOLDER
 #   gpu.sh build                              without a GPU: the kernels for TORCH_CUDA_ARCH_LIST, into FWP_CACHE_DIR
-# Flags: gpu.sh measure --help.
+#   gpu.sh wheels FOLDER [PYTHON]             with a network: the packages that a GPU machine lacks, for its Python (3.12)
+# --wheels FOLDER (or FWP_WHEELS) installs only from there: for one call, or into FWP_SITE, if it is empty, for all of them.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
@@ -23,11 +27,16 @@ fetch_wheels() { # fetch_wheels FOLDER [PYTHON]
   "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" antlr4-python3-runtime==4.9.3
 }
 
+needs=torch
 case $part in
   wheels) fetch_wheels "${@:2}"; exit ;;
-  measure | models | laws | publish | build) shift ;;
+  build) shift ;;
+  check | kernels | measure) needs="torch, triton"; shift ;;
+  publish) needs="torch, matplotlib"; shift ;;
+  models) needs="torch, triton, fairseq"; shift ;;
+  lease | laws) needs="torch, triton, fairseq, pytest, xdist, hypothesis"; shift ;;
   -h | --help) sed -n '2,/^set/ s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
-  *) die "the first word must be wheels, measure, models, laws, publish or build, got '$part'" ;;
+  *) die "the first word must be lease, check, kernels, measure, models, laws, publish, build or wheels, got '$part'" ;;
 esac
 while [ $# -gt 0 ]; do
   case $1 in
@@ -37,15 +46,20 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PATH=$PATH:/usr/local/cuda/bin
+# The benchmarks and the inputs of the tests: processes import them before they know where they come from.
+export PYTHONPATH=$root:$root/recipes/benchmarks:$root/tests${PYTHONPATH:+:$PYTHONPATH} PATH=$PATH:/usr/local/cuda/bin
 # A folder on the path, not a virtual environment: one made from another sees none of the packages of that, as PyTorch.
 if [ -n "$wheels" ]; then
   [ -n "$(ls "$wheels"/*.whl 2>/dev/null)" ] || die "--wheels must be a folder of gpu.sh wheels, got $wheels"
-  site=$(mktemp -d)
-  trap 'rm -rf "$site"' EXIT
-  "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl
+  site=${FWP_SITE:-}
+  if [ -z "$site" ]; then
+    site=$(mktemp -d)
+    trap 'rm -rf "$site"' EXIT
+  fi
+  [ -n "$(ls -A "$site" 2>/dev/null)" ] ||
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl
   export PYTHONPATH=$site:$PYTHONPATH
 fi
-"$python" -c 'import torch, matplotlib, pytest, xdist, hypothesis, fairseq' ||
+"$python" -W ignore -c "import $needs" ||
   die "install what $python lacks, by recipes/setup.sh or from a folder of gpu.sh wheels with --wheels."
 "$python" "$root/recipes/benchmarks/gpu.py" "$part" ${flags[@]+"${flags[@]}"}

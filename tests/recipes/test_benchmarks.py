@@ -181,11 +181,13 @@ def out(tmp_path_factory):
         patch.setenv("FWP_TINY", "1")
         patch.setenv("FWP_COMMIT", "a1b2c3d")
         gpu = load("gpu")
-        assert all((ROOT / path).is_dir() for path in gpu.TESTS[:2])
+        assert all((ROOT / path).exists() for path in gpu.TESTS[:3])
         patch.setattr(gpu, "TESTS", [folder / "test_laws.py"])
-        patch.setattr(gpu, "FORKS", multiprocessing.get_context("fork"))  # which have the imports, and these settings
+        patch.setattr(gpu, "FORKS", multiprocessing.get_context("fork"))  # which have these settings, and the imports
+        importlib.import_module("fairseq.trainer")
+        load("inputs").step("delta", load("inputs").draw("delta", (1, 1, 1, 8, 8)), torch.zeros(1, 1, 8, 8))()
         patch.setattr(gpu, "find_faults", one_fault)
-        for part in ("measure", "models", "laws"):
+        for part in ("check", "kernels", "measure", "models", "laws"):
             gpu.PARTS[part](folder / f"gpu_{part}.csv", 3600, time.monotonic() + 3600)
     return folder
 
@@ -194,7 +196,7 @@ def test_every_part_of_a_gpu(load, out):
     record = load("record").Record.read(out / "gpu_measure.csv")
     assert record.notes()["faults"] == "gla_rule: is off"  # and everything else was measured
     assert min(record.values("machine", "", "copy", "per second")) > 0
-    names = ["delta, kernel", "gated_delta, decay per head, kernel"]
+    names = [f"{form}, kernel" for form in load("inputs").FORMS if form != "fwm"]
     places = [("(2, 2, 1, 8, 8)", "decoding step", x) for x in names] + [(SHAPE, TRAINING, "delta, kernel, float32")]
     places += [(SHAPE, stage, x) for stage in (TRAINING, "forward") for x in (*names, SDPA)]
     assert {len(record.values(*place, "seconds as called")) for place in places} == {2}
@@ -204,9 +206,19 @@ def test_every_part_of_a_gpu(load, out):
     why = record.values(SHAPE, TRAINING, "delta, fla", "seconds as called")
     assert "its first call: " in why and "tensors must be on a CUDA device" in why
     record = load("record").Record.read(out / "gpu_models.csv")
-    places = [("2 x 16 tokens", "update", name) for name in ("delta_lm_wt103", "gated_delta_lm_wt103")]
+    places = [("2 x 16 tokens", "update", name) for name in ("delta_lm_wt103", "softmax_lm_wt103_medium")]
+    for place in places:
+        speeds, seconds = (record.values(*place, what) for what in ("words per second", "seconds as called"))
+        assert speeds == pytest.approx([32 / x for x in seconds])
+        assert record.values(*place, "seconds of kernels")[0] > 0
     places += [(context, "decoding step", "softmax_lm_wt103") for context in ("context 1", "context 9")]
     assert {len(record.values(*place, "seconds as called")) for place in places} == {2}
+    record = load("record").Record.read(out / "gpu_kernels.csv")
+    for form in load("inputs").FORMS:
+        if form != "fwm":
+            (whole,) = record.values(SHAPE, TRAINING, f"{form}, kernel", "seconds of kernels")
+            parts = [float(row[5]) for row in record.rows if row[2].startswith(f"{form}, kernel: ")]
+            assert 0 < max(parts) <= sum(parts) <= whole * (1 + 1e-6)
     notes = load("record").Record.read(out / "gpu_laws.csv").notes()
     assert notes["laws"].startswith("passed: 3 passed") and notes["memcheck"] and notes["racecheck"]
 
@@ -229,14 +241,49 @@ def test_publish(load, out, tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "commit a1b2c3d" in shown and "laws passed: " in shown and "faults gla_rule: is off" in shown
     for name in ("delta, kernel", "delta, kernel, float32", SDPA):
-        assert f"| {SHAPE} | {TRAINING} | {name} | - | " in shown
+        place = f"| {SHAPE} | {TRAINING} | {name} | "
+        cells = shown.partition(place)[2].split(" | ")
+        assert cells[1] == "-" and float(cells[2]) > 0  # there are no graphs on a CPU
+    assert "56 cases right, 0 lines of others" in shown
     assert f"| delta, fla vs delta, kernel | {SHAPE} | - | not available" in shown
+
+
+def test_the_check_of_every_rule(load, out):
+    """Each has an error and the bits of three runs, in every dtype; what is not right is named."""
+    gpu, record = load("gpu"), load("record").Record.read(out / "gpu_check.csv")
+    assert gpu.verdicts(record) == ["56 cases right, 0 lines of others"]
+    assert record.notes()["faults"] == "gla_rule: is off"
+    record.add("(1,)", "torch.float32", "delta", [2e-4], "error")
+    record.add("(1,)", "torch.float32", "delta", ["d_k"], "text")
+    record.add("(2,)", "torch.float64", "delta", ["nan"], "error")
+    record.add("(2,)", "torch.float64", "delta", ["out"], "text")
+    record.add("(1,)", "torch.float32", "delta", [2], "runs of the same bits")
+    record.miss("rule", "", "gla", "TimeoutError()")
+    assert gpu.verdicts(record) == [
+        "56 cases right, 4 lines of others",
+        "delta at (1,) in torch.float32: error 2.0e-04 of d_k",
+        "delta at (2,) in torch.float64: error nan of out",
+        "delta at (1,) in torch.float32: 2 runs of the same bits",
+        "gla at rule in : TimeoutError() not measured",
+    ]
+
+
+def test_a_lease_runs_all_parts_and_fails_if_one_does(load, monkeypatch, tmp_path, capsys):
+    gpu = load("gpu")
+    assert [*gpu.LEASE] == ["1", "2", "3"] and {part for parts in gpu.LEASE.values() for part in parts} < {*gpu.PARTS}
+    assert sum(map(sum, (parts.values() for parts in gpu.LEASE.values()))) <= 800 - 100  # and a start, and transfers
+    commands = []
+    monkeypatch.setattr(gpu.subprocess, "call", lambda command: commands.append(command) or len(commands) % 2)
+    with pytest.raises(SystemExit) as ended:
+        gpu.lease(tmp_path / "gpu_lease.csv", "1")
+    assert ended.value.code == 1 and "check ended with status 1\nkernels ended with status 0" in capsys.readouterr().out
+    assert [command[6] for command in commands] == ["check", "kernels"]
 
 
 def test_without_time_all_is_named(load, monkeypatch, tmp_path):
     monkeypatch.setenv("FWP_TINY", "1")
     session = load("gpu").Session(tmp_path / "gpu_measure.csv", 0)
-    session.operators(TRAINING, ["delta"], torch.bfloat16, {})
+    session.operators(TRAINING, ["delta"], torch.bfloat16)
     assert "no time was left for it" in session.record.values(SHAPE, TRAINING, "delta, kernel")
 
 
@@ -246,7 +293,7 @@ def test_the_cases_of_the_sanitizer_run(load, monkeypatch, capsys):
     load("record")
     runpy.run_path(BENCHMARKS / "gpu.py", run_name="__main__")
     shown = capsys.readouterr().out
-    assert len(shown.splitlines()) == 13 and "(1, 2, 2100, 128, 128)" in shown and "nan" not in shown
+    assert len(shown.splitlines()) == 31 and "(1, 2, 2100, 128, 128)" in shown and "nan" not in shown
 
 
 def test_jobs_end_in_time_and_say_why(load):
