@@ -13,7 +13,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,16 @@ class Words:
             with open(codes, encoding="utf-8") as file:
                 self.split = BPE(file).process_line
 
-    def encode(self, text: str) -> list[int]:
-        found: list[int] = []
+    def pieces(self, text: str) -> list[tuple[int, str]]:
+        """Return the tokens of a text with their words, as unknown words are one token."""
+        found: list[tuple[int, str]] = []
         for line in io.StringIO(text, newline=None):  # ends a line where a file does, unlike splitlines
             words = self.split(line).split()
             numbers = [*map(self.dictionary.index, words)]
             if self.dictionary.pad() in numbers:
                 raise ValueError(f"a text must not have the word {self.dictionary.pad_word}, which fills up lines")
-            found += numbers
-            found += [self.dictionary.eos()] * line.endswith("\n")
+            found += zip(numbers, words, strict=True)
+            found += [(self.dictionary.eos(), "\n")] * line.endswith("\n")
             if not self.warned and (unknown := [word for word in words if word not in self.dictionary]):
                 logger.warning(f"words that the dictionary lacks, such as {unknown[0]!r}, are scored as <unk>")
                 self.warned = True
@@ -95,8 +96,10 @@ class Numbers:
         self.rows = rows | dict.fromkeys(missing, dictionary.eos())
         self.numbers = {row: number for number, row in self.rows.items()}
 
-    def encode(self, text: str) -> list[int]:
-        return [self.rows[number] for number in self.tokenizer.encode(text, add_special_tokens=False).ids]
+    def pieces(self, text: str) -> list[tuple[int, tuple[int, int]]]:
+        """Return the tokens of a text with their places in it, as unknown words are one token."""
+        found = self.tokenizer.encode(text, add_special_tokens=False)
+        return [(self.rows[number], place) for number, place in zip(found.ids, found.offsets, strict=True)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode([self.numbers[token] for token in tokens if token in self.numbers]))
@@ -123,7 +126,7 @@ class Harness(TemplateLM):
         spaces.
     bpe_codes: of subword-nmt, for a text of words;
     max_length: tokens that the model reads before it scores one, by default those of a training sample: a longer
-        context loses its first ones;
+        context loses its first ones; of a context to continue, learned positions also lack those of the new tokens;
     batch_size: requests of one length at once; device: "cpu", "cuda", by default a GPU. Without one it is the CPU.
 
     A request's result does not depend on the others. Raises ValueError, OSError for what cannot be loaded.
@@ -150,6 +153,9 @@ class Harness(TemplateLM):
         self._device = find_device(device)
         self.decoder, self.dictionary = loaded.to(self._device).model.decoder, loaded.dictionary
         self.max_length, self.batch_size = int(max_length or self.decoder.max_positions()), int(batch_size)
+        self.positions: int = loaded.model.max_decoder_positions()
+        if self.max_length > self.positions:
+            raise ValueError(f"max_length must be at most {self.positions}, the learned positions, got {max_length}")
         self.text = Numbers(self.dictionary, Path(tokenizer)) if tokenizer else Words(self.dictionary, bpe_codes)
 
     @property
@@ -157,14 +163,40 @@ class Harness(TemplateLM):
         return int(self.dictionary.eos())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self.text.encode(string)
+        return [token for token, _ in self.text.pieces(string)]
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation after its context, and whether it is the most probable one."""
+        pairs = [request.args for request in requests]
+        return self._loglikelihood_tokens([(pair, *self._encode_pair(*pair)) for pair in pairs])
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a context and of its continuation, to which a token that both have letters of belongs.
+
+        Raises ValueError for a continuation without a token.
+        """
+        # Spaces before the continuation are part of it, as a word is part of a token with the space before it.
+        before, whole = (self.text.pieces(text) for text in (context.rstrip(), context + continuation))
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)))
+        tokens, start = [token for token, _ in whole], self.eot_token_id
+        if not context and tokens[:1] == [start]:  # it stands for the context
+            shared = 1
+        if not tokens[shared:]:
+            got = f"{continuation!r} after {context[-60:]!r}"
+            raise ValueError(f"a continuation must have at least one token, got none in {got}")
+        return tokens[:shared] or [start], tokens[shared:]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text: blocks of max_length tokens, each token scored once."""
+        """Return the log-probability of each text: blocks of max_length tokens, each token scored once.
+
+        Raises ValueError for a text without a token.
+        """
         found = []
         for (text,) in [request.args for request in requests]:
-            start, most = self.eot_token_id, self.max_length
-            windows = map(make_disjoint_window, get_rolling_token_windows(self.tok_encode(text), start, most, 1))
+            start, most, tokens = self.eot_token_id, self.max_length, self.tok_encode(text)
+            if not tokens:
+                raise ValueError(f"a text to score must have at least one token, got none in {text[:60]!r}")
+            windows = map(make_disjoint_window, get_rolling_token_windows(tokens, start, most, 1))
             scores = self._loglikelihood_tokens([(("", ""), *window) for window in windows])
             found.append(sum(score for score, _ in scores))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
@@ -173,7 +205,7 @@ class Harness(TemplateLM):
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether each of its tokens is the most probable one."""
         found: dict[int, tuple[float, bool]] = {}
-        for batch in self.batches([[*(context or [self.eot_token_id]), *rest] for _, context, rest in requests]):
+        for batch in self.batches([[*context, *rest] for _, context, rest in requests]):
             tokens = torch.tensor([row for _, row in batch], device=self.device)
             with torch.no_grad(), faster_linear():
                 features = self.decoder(tokens[:, :-1])[0]
@@ -218,19 +250,28 @@ class Harness(TemplateLM):
         for context, given in [request.args for request in requests]:
             settings: Any = normalize_gen_kwargs(given, MOST_NEW_TOKENS)
             until, most = settings.pop("until"), settings.pop("max_gen_toks")
-            temperature = settings.pop("temperature", 0.0) if settings.pop("do_sample") else 0.0
+            sampled, temperature = settings.pop("do_sample"), settings.pop("temperature", 0.0)
+            if settings.get("num_beams") == 1:  # as tasks say greedy
+                del settings["num_beams"]
             if settings or not temperature >= 0:
                 got = ", ".join(settings) or f"temperature {temperature}"
                 raise ValueError(f"generation must be by do_sample and temperature, 0 or more, got {got}")
-            found.append(self.generate(context, [stop for stop in until if stop], most, temperature))
+            found.append(self.generate(context, [stop for stop in until if stop], most, sampled * temperature))
             self.cache_hook.add_partial("generate_until", (context, given), found[-1])
         return found
 
     @torch.no_grad()
     def generate(self, context: str, until: list[str], most: int, temperature: float) -> str:
-        """Return the text after a context, without the stop string that ended it."""
+        """Return the text after a context, without the stop string that ended it.
+
+        Raises ValueError for more new tokens than learned positions leave room for.
+        """
+        room = min(self.max_length, self.positions - most)
+        if room < 1:
+            says = f"new tokens must be fewer than the {self.positions} learned positions, got up to {most}"
+            raise ValueError(f"{says}: give a smaller number with --gen_kwargs max_gen_toks=N")
         read = self.tok_encode(context) or [self.eot_token_id]
-        prefix = torch.tensor([read[-self.max_length :]], device=self.device)
+        prefix = torch.tensor([read[-room:]], device=self.device)
         state: dict[str, Any] = {}
         tokens: list[int] = []
         text = ""

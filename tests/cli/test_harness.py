@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from fairseq_fwp.cli import harness
 from fairseq_fwp.cli.harness import Harness, Numbers, Words
 
 KINDS = ("gated_delta_lm_wt103", "fwp_xl_lm", "fwp_fwl_lm")
+LEARNED = "softmax_lm_wt103"  # with learned positions
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +28,12 @@ def folder(tmp_path_factory):
     """A folder with a text, its data (binarised), and KIND/checkpoint_last.pt."""
     folder = tmp_path_factory.mktemp("harness")
     prepare_random_text(folder)
-    for kind in KINDS:
+    for kind in (*KINDS, LEARNED):
         train_model(
             folder / "data", "--arch", kind, "--cpu", "--tokens-per-sample", 16, "--batch-size", 4, "--optimizer",
             "adam", "--lr", 0.003, "--max-update", 3, "--disable-validation", "--no-epoch-checkpoints", "--save-dir",
             folder / kind, "--log-format", "none", "--num-workers", 0, "--task", "fwp_language_modeling", *SIZE[:6],
+            *(["--decoder-learned-pos"] if kind == LEARNED else []),
         )  # fmt: skip
     return folder
 
@@ -78,6 +81,36 @@ def test_continuations_are_scored_after_their_contexts(folder, kind):
     assert greedy
 
 
+# A context, a continuation, and the words of each that are read and scored.
+BORDERS = {
+    ("w1 w2", "."): ("w1", "w2."),
+    ("w1 w2", "0 w3"): ("w1", "w20 w3"),
+    ("w1 new", "er"): ("w1", "newer"),  # neither is in the dictionary
+    ("w1 ", "w2"): ("w1", "w2"),
+    ("w", "5"): ("</s>", "w5"),
+    ("", "w5"): ("</s>", "w5"),
+    ("w1", "\n"): ("w1", "</s>"),
+    ("w1\n", "w2"): ("w1", "</s> w2"),
+}
+
+
+@looped("given, expected", [*BORDERS.items()])
+def test_a_token_over_the_border_is_of_the_continuation(folder, given, expected):
+    lm, asked_for = load(folder), [*map(str.split, expected)]
+    before, scored = ([lm.dictionary.index(word) for word in words] for words in asked_for)
+    assert lm.loglikelihood(asked(given)) == lm._loglikelihood_tokens([(given, before, scored)])
+
+
+def test_nothing_is_not_scored(folder):
+    """Its log-probability would be 0, the best of all choices."""
+    lm = load(folder)
+    for context, continuation in product(("", "w1", "w1 w2 "), ("", " ")):
+        with pytest.raises(ValueError, match=f"must have at least one token, got none in '{continuation}' after"):
+            lm.loglikelihood(asked(("w1", " w2"), (context, continuation)))
+    with pytest.raises(ValueError, match="a text to score must have at least one token, got none in ' '"):
+        lm.loglikelihood_rolling(asked((" ",)))
+
+
 @looped("kind", KINDS)
 def test_texts_are_those_of_fairseq(folder, kind):
     path = str(folder / kind / "checkpoint_last.pt")
@@ -112,13 +145,45 @@ def test_sampling_follows_the_temperature_and_the_seed(folder):
             load(folder).generate_until(asked(("w1", {"until": [], **other})))
 
 
+GREEDY = [
+    {"do_sample": False},
+    {"do_sample": False, "temperature": 0.0},
+    {"do_sample": False, "temperature": 1},
+    {"temperature": 0.0},
+    {"do_sample": False, "num_beams": 1},
+]
+
+
+@looped("settings", GREEDY)
+def test_the_most_probable_tokens_by_any_name(folder, settings):
+    """As tasks of lm_eval ask for them."""
+    lm = load(folder)
+    assert lm.generate_until(asked(("w1", {"until": ["no"], "max_gen_toks": 5, **settings}))) == [
+        lm.generate("w1", ["no"], 5, 0.0)
+    ]
+
+
+def test_a_context_leaves_learned_positions_for_new_tokens(folder):
+    lm, words = load(folder, LEARNED), [f"w{word}" for word in range(20)]
+
+    def write(words, most):
+        return lm.generate_until(asked((" ".join(words), {"until": ["no"], "max_gen_toks": most})))
+
+    for most in (1, 5, 15):
+        assert write(words, most) == write(words[-(16 - most) :], most)
+    with pytest.raises(ValueError, match=r"must be fewer than the 16 learned positions, got up to 16: .*max_gen_toks"):
+        write(words, 16)
+    with pytest.raises(ValueError, match="max_length must be at most 16, the learned positions, got 17"):
+        load(folder, LEARNED, max_length=17)
+
+
 def test_lines_and_split_words_come_back(folder, tmp_path):
     dictionary = Dictionary()
     for word in ("a@@", "b", "c"):
         dictionary.add_symbol(word)
     (tmp_path / "codes").write_text("#version: 0.2\nb c</w>\n")
     words = Words(dictionary, str(tmp_path / "codes"))
-    tokens = words.encode("ab c\n\nc b")
+    tokens = [token for token, _ in words.pieces("ab c\n\nc b")]
     assert [dictionary[token] for token in tokens] == ["a@@", "b", "c", "</s>", "</s>", "c", "b"]
     assert words.decode(tokens) == "ab c\n\nc b"
     # As subword-nmt and fairseq read a file: only an end of a line ends one, and only blanks separate words to split.
@@ -135,8 +200,10 @@ def test_the_tokens_of_a_tokenizer_are_the_words_of_the_dictionary(tmp_path):
     for word in ("3", "2", "0"):  # 1 is </s>
         dictionary.add_symbol(word)
     text = Numbers(dictionary, tmp_path)
-    tokens = text.encode("the cat end the")
+    tokens = [token for token, _ in text.pieces("the cat end the")]
     assert [dictionary[token] for token in tokens] == ["0", "2", "</s>", "0"]
+    unknown = [text.pieces(word)[0] for word in ("dog", "dogs")]
+    assert unknown[0] != unknown[1] and unknown[0][0] == unknown[1][0]
     assert text.decode(tokens) == "the cat end the"
     with pytest.raises(ValueError, match="must have the numbers of the 4 tokens"):
         Numbers(Dictionary(), tmp_path)
