@@ -166,7 +166,7 @@ class Harness(TemplateLM):
         return [token for token, _ in self.text.pieces(string)]
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-probability of each continuation after its context, and whether it is the most probable one."""
+        """Return the log-probability of each continuation, and whether each of its tokens is the most probable one."""
         pairs = [request.args for request in requests]
         return self._loglikelihood_tokens([(pair, *self._encode_pair(*pair)) for pair in pairs])
 

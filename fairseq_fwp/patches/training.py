@@ -18,6 +18,9 @@ from fairseq_fwp.patches.patch import patch
 # Number of tries, as in fairseq, and seconds between them: network file systems fail for moments.
 ATTEMPTS, PAUSE = 3, 2.5
 PLATEAU = "fairseq.optim.lr_scheduler.reduce_lr_on_plateau.ReduceLROnPlateauLRSchedule"
+FP16 = "fairseq.optim.fp16_optimizer._FP16OptimizerMixin"
+MEMORY_EFFICIENT = "fairseq.optim.fp16_optimizer._MemoryEfficientFP16OptimizerMixin"
+OVERFLOWS = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")  # of fairseq's scaler
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +46,10 @@ def average_each_tensor_once(step, self, new_model, updates=None):
 
 @patch("fairseq.trainer.Trainer.load_checkpoint")
 def average_from_loaded_weights(load, self, *args, **kwargs):
-    """Start an average from a checkpoint's weights: without an average in it, --store-ema finds them deleted."""
+    """Start an average from a checkpoint's weights: without an average in it, --store-ema finds them deleted.
+
+    With --ema-update-freq, its next step is where it would have been, as the checkpoint does not hold the count.
+    """
     settings = self.cfg.ema
     wanted, settings.store_ema = settings.store_ema, False
     try:
@@ -55,6 +61,7 @@ def average_from_loaded_weights(load, self, *args, **kwargs):
         self.ema.restore(saved)
         if settings.ema_fp32:
             self.ema.build_fp32_params(extra_state.get("ema_fp32_params", saved))
+        self.ema.update_freq_counter = self.get_num_updates() % settings.ema_update_freq
     return extra_state
 
 
@@ -75,6 +82,56 @@ def smooth_over_possible_words(loss_of, lprobs, target, epsilon, ignore_index=No
         others = others.masked_fill(target.view_as(nll_loss) == ignore_index, 0)
     loss = (1 - epsilon - share) * nll_loss + share * others
     return (loss.sum(), nll_loss.sum()) if reduce else (loss, nll_loss)
+
+
+@patch(f"{FP16}.state_dict")
+def save_precise_weights(state_dict, self):
+    """Save the float32 weights that --bf16 and --fp16 train: fairseq saves them rounded, and resumes from those."""
+    return {**state_dict(self), "fp32_params": [x.data for x in _float32(self)]}
+
+
+@patch(f"{FP16}.load_state_dict")
+def load_precise_weights(load_state_dict, self, saved, *args, **kwargs):
+    """Load the float32 weights that --bf16 and --fp16 train: fairseq resumes from rounded ones.
+
+    A weight of the model that is no rounded one, as in an average of checkpoints, stays.
+    """
+    load_state_dict(self, saved, *args, **kwargs)
+    rounded = self.fp16_params[0].dtype
+    for x, precise in zip(_float32(self), saved.get("fp32_params", ())):  # noqa: B905  (none in earlier checkpoints)
+        x.data = torch.where(precise.to(x.device, rounded) == x, precise.to(x.device), x)
+
+
+def _float32(optimizer: Any) -> list[Tensor]:
+    """Return the float32 weights of an optimizer for half precision: of each parameter, or flat ones by device."""
+    found = optimizer.fp32_params
+    return list(found.values() if isinstance(found, dict) else found)
+
+
+@patch("fairseq.optim.amp_optimizer.AMPOptimizer.state_dict")
+@patch(f"{MEMORY_EFFICIENT}.state_dict")
+@patch(f"{FP16}.state_dict")
+def save_overflows(state_dict, self):
+    """Save when --fp16 and --amp change the scale of the loss next: fairseq does not, and resumes with other scales."""
+    scaler = self.scaler
+    if hasattr(scaler, "state_dict"):  # PyTorch's, of --amp
+        found = scaler.state_dict()
+    else:  # fairseq's, whose settings are flags; none with --bf16
+        found = {name: value for name, value in vars(scaler or object).items() if name in OVERFLOWS}
+    return {**state_dict(self), "overflows": found}
+
+
+@patch("fairseq.optim.amp_optimizer.AMPOptimizer.load_state_dict")
+@patch(f"{MEMORY_EFFICIENT}.load_state_dict")
+@patch(f"{FP16}.load_state_dict")
+def load_overflows(load_state_dict, self, saved, *args, **kwargs):
+    """Load when --fp16 and --amp change the scale of the loss next: fairseq does not, and resumes with other scales."""
+    load_state_dict(self, saved, *args, **kwargs)
+    found, scaler = saved.get("overflows"), self.scaler
+    if found and hasattr(scaler, "load_state_dict"):
+        scaler.load_state_dict(found)
+    elif found and scaler is not None:
+        vars(scaler).update(found)
 
 
 @patch("fairseq.checkpoint_utils.save_checkpoint")

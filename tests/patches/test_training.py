@@ -8,8 +8,10 @@ import pytest
 import torch
 from command_server import shared
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
+from fairseq.optim import AMPOptimizer, FP16Optimizer
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.optim.sgd import SGD
+from omegaconf import OmegaConf
 from small_text import write_text
 
 DECAY, START = 0.75, 2
@@ -61,6 +63,67 @@ def test_averages_of_a_training(train, tmp_path, flags):
     else:
         precise = checkpoints[3]["extra_state"]["ema_fp32_params"]
         assert torch.equal(precise["decoder.embed_tokens.weight"], precise["decoder.adaptive_softmax.weight"])
+
+
+FP16 = ["--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 4, "--fp16-scale-window", 4]
+RESUMED = [["--bf16"], FP16, [*AVERAGE, "--ema-update-freq", 2]]
+RESUMED += map(slow, (["--amp"], ["--memory-efficient-bf16"], [*FP16, "--memory-efficient-fp16"]))
+RESUMED += map(slow, (["--bf16", "--arch", "kda_lm_wt103"], ["--bf16", "--arch", "fwp_fwl_lm", "--lr", 1e-3]))
+
+
+@pytest.mark.parametrize("flags", RESUMED, ids=lambda flags: " ".join(map(str, flags)))
+def test_a_resumed_training_has_all_its_numbers(train, tmp_path, flags):
+    """Float32 copies of the weights, the scale of the loss, and averages."""
+    flags = ["--arch", "delta_lm_wt103", *flags]
+    for limit in (3, 7):
+        resumed = train(tmp_path / "run", limit, *flags)[-1]
+    whole = train(tmp_path / "whole", 7, *flags)[-1]
+    for found, expected in (
+        (resumed["model"], whole["model"]),
+        (resumed["extra_state"].get("ema", {}), whole["extra_state"].get("ema", {})),
+    ):
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert resumed["last_optimizer_state"].get("loss_scale") == whole["last_optimizer_state"].get("loss_scale")
+
+
+def half_precision(**settings):
+    """Return the settings of fairseq's optimizers for half precision."""
+    common = {"bf16": False, "fp16_scale_window": 3, "fp16_init_scale": 4, "min_loss_scale": 1e-4}
+    common |= {"fp16_scale_tolerance": 0.0, "threshold_loss_scale": None, **settings}
+    sgd = {"_name": "sgd", "lr": [0.1], "momentum": 0.0, "weight_decay": 0.0}
+    return SimpleNamespace(common=SimpleNamespace(**common), optimizer=OmegaConf.create(sgd))
+
+
+def test_flat_weights_are_resumed(monkeypatch):
+    """Those of --fp16 on a GPU; a weight that is no longer their rounded one stays."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    precise = torch.tensor([1.0001, 2.0001, 3.0001])
+    optimizers = [FP16Optimizer.build_optimizer(half_precision(), [torch.nn.Parameter(precise.half())]) for _ in "12"]
+    optimizers[0].fp32_params[None].data.copy_(precise)
+    optimizers[1].fp32_params[None].data[1] = 7
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    assert optimizers[1].fp32_params[None].tolist() == torch.tensor([1.0001, 7, 3.0001]).tolist()
+
+
+def test_the_scale_of_the_loss_is_resumed():
+    """PyTorch's, which is on only where there is a GPU."""
+
+    def amp():
+        found = AMPOptimizer.build_optimizer(half_precision(), [torch.nn.Parameter(torch.zeros(1))])
+        found._grad_scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+        return found
+
+    def step(optimizer):
+        optimizer.zero_grad()
+        optimizer.backward(next(iter(optimizer.params)).sum())
+        optimizer.step()
+        return optimizer.scaler.get_scale()
+
+    whole, resumed = amp(), amp()
+    for scale in (4, 4):
+        assert step(whole) == scale
+    resumed.load_state_dict(whole.state_dict())
+    assert [step(resumed) for _ in range(4)] == [step(whole) for _ in range(4)] == [8, 8, 8, 16]
 
 
 @pytest.fixture(scope="module")
