@@ -60,6 +60,16 @@ def read_context_from_the_text(collater, self, samples):
     return collater(self, samples)
 
 
+@patch("fairseq.tasks.language_modeling.LanguageModelingTask.load_dataset")
+def refuse_empty_blocks(load_dataset, self, *args, **kwargs):
+    """Refuse blocks of text without a token, as a large --context-window leaves: fairseq has an error of numpy."""
+    length = self.args.tokens_per_sample
+    if length < 1 and self.args.sample_break_mode != "eos":  # there, blocks are lines
+        remedy = "give a larger --tokens-per-sample, from which fairseq-eval-lm subtracts the --context-window"
+        raise ValueError(f"blocks of text must have at least one token, got {length}: {remedy}")
+    return load_dataset(self, *args, **kwargs)
+
+
 @patch("fairseq.tasks.language_modeling.LanguageModelingTask.eval_lm_dataloader")
 def refuse_unscored_tokens(eval_lm_dataloader, self, dataset, *args, max_positions=None, context_window=0, **kwargs):
     """Refuse blocks longer than the model takes: fairseq-eval-lm leaves them out of the perplexity."""

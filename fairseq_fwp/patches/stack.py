@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_fwp.patches.patch import patch
 
@@ -49,7 +50,7 @@ def count_below_zero(best_fitting, largest):
 def forget_tpu(call_main, cfg, main, **kwargs):
     """Run --bf16 on the present device: fairseq takes it for a TPU, and stops where torch_xla is not installed."""
     if cfg.common.tpu and cfg.common.bf16 and importlib.util.find_spec("torch_xla") is None:
-        cfg.common.tpu = False
+        cfg.common.tpu = cfg.distributed_training.tpu = False
     return call_main(cfg, main, **kwargs)
 
 
@@ -66,6 +67,20 @@ def join_launched_processes(infer, cfg, *args, **kwargs):
     cfg.distributed_init_method, cfg.distributed_no_spawn = "env://", True
     cfg.distributed_rank, cfg.device_id = int(os.environ["RANK"]), 0
     return None
+
+
+@patch("fairseq.models.distributed_fairseq_model.DistributedDataParallel")
+def join_processes_on_cpus() -> None:
+    """Train together on CPUs by --ddp-backend pytorch_ddp, the default: fairseq gives a number of a GPU in any case."""
+    from fairseq.models import distributed_fairseq_model
+
+    distributed_fairseq_model.DistributedDataParallel = _data_parallel
+
+
+def _data_parallel(module: torch.nn.Module, device_ids: Any, output_device: Any, **options: Any) -> torch.nn.Module:
+    if next(module.parameters()).device.type == "cpu":
+        device_ids = output_device = None
+    return DistributedDataParallel(module, device_ids, output_device, **options)
 
 
 @patch("bitarray.util.rindex", since="bitarray 3.0")

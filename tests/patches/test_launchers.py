@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_server import PLUGIN
+from command_server import PLUGIN, shared
 from fairseq.dataclass.configs import DistributedTrainingConfig
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf
@@ -55,6 +55,18 @@ def test_one_process_has_no_others(infer):
     assert infer(0, WORLD_SIZE=2).distributed_init_method is None  # of something else: no address
 
 
+@pytest.mark.parametrize("flags", [[], pytest.param(["--bf16"], marks=pytest.mark.slow)], ids=" ".join)
+def test_processes_on_cpus_train_by_each_backend(tmp_path, flags):
+    data, found = write_text(tmp_path / "data"), {}
+    flags = ["--criterion", "cross_entropy", "--max-update", 3, *flags]
+    for backend in ("legacy_ddp", "pytorch_ddp"):
+        folder, log = tmp_path / backend, tmp_path / f"{backend}.log"
+        arguments = training(data, folder, "samples", *flags, "--ddp-backend", backend)
+        assert shared().run("fairseq-train", *arguments, log=log, processes=2) == 0, log.read_text()
+        found[backend] = torch.load(folder / "checkpoint_last.pt")["model"]
+    torch.testing.assert_close(found["pytorch_ddp"], found["legacy_ddp"])
+
+
 PROGRAMS = Path(sys.executable).parent
 
 
@@ -76,5 +88,5 @@ def test_two_nodes_of_torchrun_train_together(tmp_path):
     logs = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], logs
     assert logs[0].count("train_inner") == 4 and "train_inner" not in logs[1]
-    assert "distributed_world_size=2" in logs[0] and re.search(r"training on 2 devices", logs[0])
+    assert "'distributed_world_size': 2" in logs[0] and re.search(r"training on 2 devices", logs[0])
     assert torch.load(tmp_path / "save" / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 4

@@ -12,6 +12,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 from pairwise import looped
 from small_models import build_model, make_dictionary
+from small_text import write_text
 
 
 @looped("multiple", [1, 2, 8])
@@ -49,6 +50,21 @@ def test_a_context_is_that_of_the_text(context, mode, batch_size, shards, worker
         assert tokens[tokens != 1].tolist() == inputs[begin - start : end].tolist()
         assert target[start : start + end - begin].tolist() == text[begin:end].tolist()
     assert end == len(text)
+
+
+@looped("mode", ["none", "complete", "complete_doc", "eos"])
+def test_blocks_have_a_token(tmp_path, mode):
+    settings = {"data": str(write_text(tmp_path)), "sample_break_mode": mode, "dataset_impl": None, "seed": 1}
+    settings |= {"shorten_data_split_list": "", "shorten_method": "none", "use_plasma_view": False, "plasma_path": ""}
+    settings |= {"pad_to_fixed_length": False, "pad_to_fixed_bsz": False, "add_bos_token": False}
+    for length in (1, 0, -4):  # below 1 as in fairseq-eval-lm with a --context-window above --tokens-per-sample
+        task = LanguageModelingTask(Namespace(tokens_per_sample=length, **settings), make_dictionary(40))
+        if length == 1 or mode == "eos":
+            task.load_dataset("valid")
+            assert len(task.dataset("valid")) >= 12
+        else:
+            with pytest.raises(ValueError, match=f"at least one token, got {length}: .* subtracts the --context-wind"):
+                task.load_dataset("valid")
 
 
 PROMPTS = ("", "w1", "w2 w3 w1 w5 w6 w7 w2 w3", "w4 w4", "w3")

@@ -69,12 +69,12 @@ def test_numbers_of_numpy_load_and_no_other_objects(value):
 
 @looped("bf16, expected", [(True, False), (False, True)])
 def test_bf16_is_not_taken_for_a_tpu(monkeypatch, bf16, expected):
-    alone = {"distributed_init_method": None, "distributed_world_size": 1, "ddp_backend": "legacy_ddp"}
+    alone = {"distributed_init_method": None, "distributed_world_size": 1, "ddp_backend": "legacy_ddp", "tpu": True}
     config = OmegaConf.create({"common": {"tpu": True, "bf16": bf16}, "distributed_training": alone})
     seen = []
     monkeypatch.setattr(distributed_utils, "infer_init_method", lambda *_: None)
-    distributed_utils.call_main(config, lambda cfg: seen.append(cfg.common.tpu))
-    assert seen == [expected]
+    distributed_utils.call_main(config, lambda cfg: seen.append((cfg.common.tpu, cfg.distributed_training.tpu)))
+    assert seen == [(expected, expected)]
 
 
 def test_huffman_codes():
