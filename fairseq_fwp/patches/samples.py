@@ -1,8 +1,10 @@
 """Samples and prompts: none is dropped, read twice or left out of a score, and none depends on others of its batch."""
 
 import functools
+import hashlib
 import math
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from fairseq_fwp.patches.patch import patch
 
 # The key of a batch whose scores are averaged.
 EVERY_TOKEN = "every_token"
+DIVISION = "division"  # the key of an epoch's batches in a checkpoint
 
 
 @patch("fairseq.data.data_utils.batch_by_size")
@@ -38,6 +41,40 @@ def keep_batches_of_first_epoch(get_batch_iterator, self, dataset, *args, seed=1
     iterator = get_batch_iterator(self, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **kwargs)
     iterator.seed = seed
     return iterator
+
+
+@patch("fairseq.data.iterators.EpochBatchIterator.state_dict")
+def save_division(state_dict, self):
+    """Save how an epoch is divided into batches, in which a resumed run finds its place: fairseq saves a count only."""
+    state = state_dict(self)
+    return {**state, DIVISION: division(self)} if state["iterations_in_epoch"] else state
+
+
+@patch("fairseq.data.iterators.EpochBatchIterator.load_state_dict")
+def refuse_other_division(load_state_dict, self, state):
+    """Refuse to resume in mid-epoch with other batches or processes: fairseq leaves samples out, and repeats others."""
+    saved = state.get(DIVISION) if state.get("iterations_in_epoch", 0) else None  # none in fairseq's own checkpoints
+    if saved and saved != (now := division(self)):
+        raise RuntimeError(
+            f"a checkpoint in mid-epoch must be continued with its {saved}, got {now}: give the same text, --seed, "
+            "batch size and number of processes, or --reset-dataloader to begin with the first epoch again"
+        )
+    load_state_dict(self, state)
+
+
+def division(iterator: Any) -> str:
+    """Return what an iterator calls its division, or the numbers of batches and processes, and a digest of batches."""
+    from fairseq.data.iterators import GroupedEpochBatchIterator
+
+    if known := getattr(iterator, "division", ""):
+        return known
+    batches = iterator.frozen_batches
+    if isinstance(iterator, GroupedEpochBatchIterator):  # of several data sets
+        batches = [*chain.from_iterable(batches)]
+    digest = hashlib.sha256(f"{iterator.seed} {iterator.grouped_shuffling}".encode())
+    for batch in batches:
+        digest.update(np.asarray(batch, dtype=np.int64).tobytes() + b" ")
+    return f"batches ({len(batches):,}, processes {iterator.num_shards}, digest {digest.hexdigest()[:12]})"
 
 
 @patch("fairseq.data.iterators.EpochBatchIterator.__init__")

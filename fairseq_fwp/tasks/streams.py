@@ -69,6 +69,8 @@ class StreamIterator(EpochBatchIterator):
     mid-epoch.
     """
 
+    division = "streams"  # which `settings` describe; the batches of one process do not
+
     def __init__(
         self, streams: Streams, carried: CarriedState | None, settings: dict[str, Any], shard_id: int, **kwargs: Any
     ) -> None:

@@ -103,6 +103,8 @@ def test_states_in_mid_epoch_are_of_their_number_of_processes(data, tmp_path, be
     assert len(found) == 3
 
 
-def test_samples_go_on_with_another_number_of_processes(data, tmp_path):
+def test_samples_in_mid_epoch_are_of_their_number_of_processes(data, tmp_path):
     train(data, tmp_path, "fast weights", 2, updates=2)
-    assert len(train(data, tmp_path, "fast weights", 4)) == UPDATES
+    train(data, tmp_path, "fast weights", 4, status=1)
+    assert re.search(r"in mid-epoch must be .* processes 2, .* got .* processes 4, ", (tmp_path / "log").read_text())
+    assert len(train(data, tmp_path, "fast weights", 4, flags=["--reset-dataloader"])) == UPDATES

@@ -137,6 +137,36 @@ class Shuffled(FairseqDataset):
         return samples
 
 
+def iterate(epoch=1, size=3, seed=5, shards=1, shard=0):
+    """Return an iterator as fairseq's trainer gets it."""
+    how = {"num_shards": shards, "shard_id": shard, "epoch": epoch, "seed": seed}
+    return FairseqTask(None).get_batch_iterator(Shuffled(), max_sentences=size, **how)
+
+
+@looped("epoch", [1, 2, 3])
+@looped("read", [1, 3])
+def test_an_epoch_goes_on_with_its_own_batches(epoch, read):
+    """With the same ones every sample is read once; with others some would be left out."""
+    processes = [iterate(shards=2, shard=shard) for shard in (0, 1)]
+    for iterator in processes * (epoch - 1):
+        list(iterator.next_epoch_itr())
+    begun = [iterator.next_epoch_itr() for iterator in processes]
+    found = [index for itr in begun for _ in range(read) for index in next(itr)]
+    saved = processes[0].state_dict()
+    assert saved["iterations_in_epoch"] == read
+    for shard in (0, 1):
+        resumed = iterate(epoch, shards=2, shard=shard)
+        resumed.load_state_dict(saved)
+        found += [index for batch in resumed.next_epoch_itr() for index in batch]
+    assert sorted(found) == list(range(23))
+    for other in ({"shards": 1}, {"shards": 4}, {"size": 2, "shards": 2}, {"seed": 6, "shards": 2}):
+        with pytest.raises(
+            RuntimeError, match=r"with its batches \(8, processes 2, .*\), got batches .* --reset-datal"
+        ):
+            iterate(epoch, **other).load_state_dict(saved)
+        iterate(epoch, **other).load_state_dict({**saved, "iterations_in_epoch": 0})  # a new epoch may have others
+
+
 @looped("epoch", [1, 2, 3])
 @looped("iterations", [0, 3, 7])
 def test_the_rest_of_an_epoch_and_the_next(epoch, iterations):
@@ -144,7 +174,7 @@ def test_the_rest_of_an_epoch_and_the_next(epoch, iterations):
 
     def iterator(epoch, iterations=0):
         """Return the iterator as fairseq's trainer gets it, at the start or from a checkpoint."""
-        found = FairseqTask(None).get_batch_iterator(Shuffled(), max_sentences=3, seed=5, epoch=epoch)
+        found = iterate(epoch)
         if epoch > 1 or iterations:
             found.load_state_dict({"version": 2, "epoch": epoch, "iterations_in_epoch": iterations, "shuffle": True})
         return found
