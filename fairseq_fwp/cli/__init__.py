@@ -1,8 +1,12 @@
 """Console commands that fairseq lacks."""
 
 import argparse
+import contextlib
 import logging
 import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # OpenMP reads this when torch is imported. On a busy machine, threads that spin while they wait take cores from the
 # threads they wait for. On an idle one, threads that sleep at once are as slow. So threads spin for a short time.
@@ -21,3 +25,42 @@ def make_parser(documentation: str | None) -> argparse.ArgumentParser:
     name, description = summary.split(": ", 1)
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(name, None, description, text, formatter_class=form, allow_abbrev=False)
+
+
+@contextlib.contextmanager
+def one_sentence(command: str) -> Iterator[None]:
+    """End a command by one sentence where it raises ValueError or OSError, or cannot write to standard output."""
+    said = ""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        said = " ".join(str(error).split())
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more, and complains
+        said = f"standard output cannot be written: {error.strerror}"
+    if said:
+        sys.exit(f"{command}: {said}")
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name first, so that a file of this name is always complete.
+
+    A link stays one. Raises OSError that names the file.
+    """
+    from fairseq_fwp.patches.training import system_reason
+
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        write(path)
+        return
+    whole = path.resolve()
+    unfinished = whole.with_name(f"{whole.name}.{os.getpid()}.tmp")
+    try:
+        write(unfinished)
+        os.replace(unfinished, whole)
+    except (OSError, RuntimeError) as error:  # torch's writer raises the second
+        raise OSError(f"{path} could not be written ({system_reason(error)})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()

@@ -9,15 +9,15 @@ The basis comes from features and gradients of the training text, which is read 
 """
 
 import argparse
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 
 import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import loading, make_parser, start_logging
+from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging, write_whole
 from fairseq_fwp.fast_weight_layer.initialization import read_moments
 from fairseq_fwp.fast_weight_layer.model import add_layer
 
@@ -34,7 +34,12 @@ def run(args: Namespace) -> None:
     state = loading.load_state(args.path)
     state["cfg"] = OmegaConf.to_container(OmegaConf.merge(state["cfg"], {"model": settings}), enum_to_str=True)
     state |= {"args": None, "model": model.state_dict(), "last_optimizer_state": None}
-    loading.write_whole(args.out, lambda file: torch.save(state, file))
+
+    def save(path: Path) -> None:
+        with path.open("wb") as file:  # of a path, PyTorch's error lacks the system's reason
+            torch.save(state, file)
+
+    write_whole(args.out, save)
     size = f"--fwl-hidden-dim {args.fwl_hidden_dim} " if args.fwl_hidden_dim else ""
     flags = f"--arch fwp_fwl_lm --fwl-base {settings.fwl_base} {size}--fwl-map-inputs"
     print(f"wrote {args.out}: {args.path} with a fast weight layer, for {flags} and the flags of its sizes")
@@ -54,10 +59,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     start_logging()
     args = parser().parse_args(arguments)
-    try:
+    with one_sentence("fwp-add-layer"):
         run(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"fwp-add-layer: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

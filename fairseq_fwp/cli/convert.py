@@ -41,10 +41,10 @@ from typing import Any
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import make_parser, start_logging
+from fairseq_fwp.cli import make_parser, one_sentence, start_logging
 from fairseq_fwp.cli.loading import import_plugin
 from fairseq_fwp.convert import SOURCES, TARGETS
-from fairseq_fwp.convert.files import CHECKPOINT, DICTIONARY, FLAGS, Options, check, dictionaries
+from fairseq_fwp.convert.files import CHECKPOINT, DICTIONARY, FLAGS, Conversion, Options, check, dictionaries
 from fairseq_fwp.convert.folder import CONFIG, WEIGHTS
 from fairseq_fwp.convert.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
 
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in given.keys() - source.options.keys():
         made.error(f"--{name} cannot be used with --source {args.source}: leave it out")
     attention = read_attention(made, args)
-    try:
+    with one_sentence("fwp-convert"):
         tensors, saved = source.read(args.checkpoint)
         words = source.words(args.checkpoint, args.vocabulary)
         conversion = source.convert(tensors, words, Options({**saved, **given}))
@@ -122,8 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check(conversion)
             conversion = linearize(conversion, *attention)
         TARGETS[args.to](conversion, args.out)
-    except (ValueError, OSError) as error:
-        sys.exit(f"fwp-convert: {' '.join(str(error).split())}")
+        report(args, conversion)
+
+
+def report(args: argparse.Namespace, conversion: Conversion) -> None:
+    """Print what was written."""
     if args.to == "fairseq":
         files = ", ".join([str(args.out / CHECKPOINT), *dictionaries(conversion)])
         print(f"wrote {files} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")

@@ -17,7 +17,6 @@ import argparse
 import json
 import logging
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from fairseq.logging.progress_bar import progress_bar
 
 import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import loading, make_parser, start_logging
+from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging, write_whole
 from fairseq_fwp.cli.loading import load_text, non_negative, positive
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
 from fairseq_fwp.evaluation.dynamic import KINDS
@@ -134,10 +133,10 @@ def run(args: Namespace) -> None:
         found = enumerate(zip(text.tokens.tolist(), scores.log_probs.tolist(), strict=True))
         rows = [f"{place}\t{dictionary[token]}\t{log_prob:.9g}\n" for place, (token, log_prob) in found]
         table = "".join(["position\ttoken\tlog_prob\n", *rows])
-        loading.write_whole(args.scores, lambda file: file.write_text(table, encoding="utf-8"))
+        write_whole(args.scores, lambda file: file.write_text(table, encoding="utf-8"))
     if args.json:
         lines = json.dumps(summary, indent=2) + "\n"
-        loading.write_whole(args.json, lambda file: file.write_text(lines, encoding="utf-8"))
+        write_whole(args.json, lambda file: file.write_text(lines, encoding="utf-8"))
     print("\n".join(report(summary)))
 
 
@@ -196,14 +195,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made.error("--dynamic-statistics must be given with --dynamic rms-sum, whose steps depend on this number")
     if args.json and args.json == args.scores:
         made.error(f"--json and --scores must be different files, got {args.json} for both")
-    try:
+    with one_sentence("fwp-eval-lm"):
         loading.refuse_inputs(args.data, args.path, {"--json": args.json, "--scores": args.scores})
-        run(args)
-    except (ValueError, OSError) as error:
-        named = re.sub(r"`(\w+)`", lambda found: FLAGS.get(found[1], found[0]), str(error))
-        sys.exit(f"fwp-eval-lm: {named}")
-    except torch.cuda.OutOfMemoryError:
-        sys.exit("fwp-eval-lm: the GPU ran out of memory with that many windows at once: pass a smaller --batch-size")
+        try:
+            run(args)
+        except ValueError as error:
+            named = re.sub(r"`(\w+)`", lambda found: FLAGS.get(found[1], found[0]), str(error))
+            raise ValueError(named) from error
+        except torch.cuda.OutOfMemoryError as error:
+            asked = "pass a smaller --batch-size"
+            raise ValueError(f"the GPU ran out of memory with that many windows at once: {asked}") from error
 
 
 if __name__ == "__main__":

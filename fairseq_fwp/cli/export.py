@@ -12,8 +12,6 @@ written, the graph's log-probabilities are compared with the model's. Needs `pip
 import argparse
 import json
 import logging
-import shutil
-import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import loading, make_parser, start_logging
+from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging
 from fairseq_fwp.convert.files import new_folder
 from fairseq_fwp.interop.onnx import OPSET, Entry, to_onnx, translation_to_onnx
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
@@ -43,6 +41,7 @@ def run(args: Namespace) -> None:
     """Export as the arguments say, and print what was written."""
     if args.out.exists():
         raise ValueError(f"--out must be a new folder, got {args.out}, which exists: give another name, or remove it")
+    codes = args.bpe_codes.read_bytes() if args.bpe_codes else None
     model, task = load(args.path, args.data)
     dictionary, source, memory = task.target_dictionary, None, list[Entry]()
     try:
@@ -72,8 +71,8 @@ def run(args: Namespace) -> None:
         if source is not None:
             source.save(str(folder / "source.onnx"))
             task.source_dictionary.save(str(folder / "source.txt"))
-        if args.bpe_codes:
-            shutil.copy(args.bpe_codes, folder / "codes")
+        if codes is not None:
+            (folder / "codes").write_bytes(codes)
         difference = compare(model, folder, entries, memory, many)
         if not difference < TOLERANCE:
             raise ValueError(f"the graph must give the model's log-probabilities, got a difference of {difference:.1e}")
@@ -176,9 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", r".*LeafSpec", FutureWarning)  # of torch, about itself
     args = parser().parse_args(arguments)
-    try:
-        run(args)
-    except ImportError as error:
-        sys.exit(f'fwp-export: the package {error.name} must be installed: pip install ".[onnx]"')
-    except (ValueError, OSError) as error:
-        sys.exit(f"fwp-export: {' '.join(str(error).split())}")
+    with one_sentence("fwp-export"):
+        try:
+            run(args)
+        except ImportError as error:
+            raise ValueError(f'the package {error.name} must be installed: pip install ".[onnx]"') from error

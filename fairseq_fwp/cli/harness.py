@@ -22,6 +22,7 @@ from fairseq.data import Dictionary
 from torch import Tensor
 
 import fairseq_fwp
+from fairseq_fwp.cli import one_sentence
 from fairseq_fwp.modules.layers import faster_linear
 
 try:
@@ -126,7 +127,7 @@ class Harness(TemplateLM):
         spaces.
     bpe_codes: of subword-nmt, for a text of words;
     max_length: tokens that the model reads before it scores one, by default those of a training sample: a longer
-        context loses its first ones; of a context to continue, learned positions also lack those of the new tokens;
+        context loses its first ones. To be continued, it also leaves learned positions for the new tokens;
     batch_size: requests of one length at once; device: "cpu", "cuda", by default a GPU. Without one it is the CPU.
 
     A request's result does not depend on the others. Raises ValueError, OSError for what cannot be loaded.
@@ -290,15 +291,14 @@ class Harness(TemplateLM):
 
 
 def main() -> None:
-    try:
-        cli_evaluate()
-    except TypeError as error:
-        if "Harness" not in str(error):
-            raise
-        expected = "the arguments of Harness, path at least, but for batch_size and device, which are flags"
-        sys.exit(f"fwp-harness: --model_args must be {expected}: {error}")
-    except (ValueError, OSError) as error:
-        sys.exit(f"fwp-harness: {' '.join(str(error).split())}")
+    with one_sentence("fwp-harness"):
+        try:
+            cli_evaluate()
+        except TypeError as error:
+            if "Harness" not in str(error):
+                raise
+            expected = "the arguments of Harness, path at least, but for batch_size and device, which are flags"
+            raise ValueError(f"--model_args must be {expected}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import yaml
 from fairseq.models import ARCH_MODEL_INV_REGISTRY, MODEL_DATACLASS_REGISTRY
 
 import fairseq_fwp
-from fairseq_fwp.cli import make_parser
+from fairseq_fwp.cli import make_parser, one_sentence
 from fairseq_fwp.cli.flags import MODELS, first_line, flags_of, page
 from fairseq_fwp.cli.loading import import_plugin
 from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels, self_check
@@ -44,9 +44,11 @@ def main(argv: list[str] | None = None) -> int:
     args = made.parse_args(argv)
     try:
         import_plugin(args.user_dir)
-        print(select(args))
+        found = select(args)
     except ValueError as error:
         made.error(str(error))
+    with one_sentence("fwp-info"):
+        print(found)
     return 0
 
 

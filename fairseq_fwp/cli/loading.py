@@ -8,7 +8,6 @@ import os
 import pickle
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,21 @@ def output_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"it must be a file in a folder that exists, got {text}")
-    return path
+    return check_writable(path)
 
 
 def output_folder(text: str) -> Path:
     path = Path(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"it must be in a folder that exists, got {text}")
+    return check_writable(path)
+
+
+def check_writable(path: Path) -> Path:
+    """Return a path that can be written, also if it is a device: an evaluation may take hours before it is."""
+    special = path.exists() and not path.is_file()
+    if not os.access(path if special else path.resolve().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"it must be where this user can write, got {path}")
     return path
 
 
@@ -210,13 +217,3 @@ def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | 
     if reset_after != texts.BLANK_LINE and reset_after not in dictionary:
         raise ValueError(f"--reset-after must be a symbol of the dictionary or {texts.BLANK_LINE}, got {reset_after!r}")
     return Text.after(first, tokens, texts.document_starts(lines, dictionary, reset_after).tolist())
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name first, so that a file of this name is always complete."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        write(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

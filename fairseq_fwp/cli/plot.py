@@ -10,14 +10,14 @@ is Figure 1 of Schlag et al. 2021, and no logs are read. What was written is pri
 
 import argparse
 import csv
+import io
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from fairseq_fwp.cli import make_parser
+from fairseq_fwp.cli import make_parser, one_sentence, write_whole
 from fairseq_fwp.cli.logs import Run, find_log, read_log
 from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, check_path, colours, load_pyplot, save, use_log_scale
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -33,13 +33,14 @@ PARTS = ["k₁", "k₂", "-k₁", "-k₂"]
 
 
 def write_csv(runs: Sequence[Run], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(["run", "update", "hours", f"train_{runs[0].metric}", f"valid_{runs[0].metric}"])
-        for run in runs:
-            for update in sorted(run.hours):
-                row = [run.train.get(update, ""), run.valid.get(update, "")]
-                table.writerow([run.label, update, f"{run.hours[update]:.4f}", *row])
+    text = io.StringIO()
+    table = csv.writer(text)
+    table.writerow(["run", "update", "hours", f"train_{runs[0].metric}", f"valid_{runs[0].metric}"])
+    for run in runs:
+        for update in sorted(run.hours):
+            row = [run.train.get(update, ""), run.valid.get(update, "")]
+            table.writerow([run.label, update, f"{run.hours[update]:.4f}", *row])
+    write_whole(path, lambda file: file.write_text(text.getvalue(), encoding="utf-8", newline=""))
 
 
 def write_markdown(runs: Sequence[Run], path: Path) -> None:
@@ -48,7 +49,7 @@ def write_markdown(runs: Sequence[Run], path: Path) -> None:
     for run in runs:
         last, best = max(run.hours), run.best
         rows.append(f"| {run.label} | {run.valid[best]:.2f} | {best:,} | {last:,} | {run.hours[last]:.2f} |")
-    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    write_whole(path, lambda file: file.write_text("\n".join(rows) + "\n", encoding="utf-8"))
 
 
 def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.dpfp and (args.train or args.x != "updates" or args.y != "ppl"):
         made.error("--train, --x and --y must be left out with --dpfp: they are for logs of training")
     out = args.out or Path("dpfp.png" if args.dpfp else "curves.png")
-    try:
+    with one_sentence("fwp-plot"):
         check_path(out)
         if args.dpfp:
             draw_dpfp(out)
@@ -142,8 +143,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_csv(runs, tables[0])
         write_markdown(runs, tables[1])
         print(f"wrote {out}, {tables[0].name} and {tables[1].name}")
-    except (ValueError, OSError) as error:
-        sys.exit(f"fwp-plot: {error}")
 
 
 if __name__ == "__main__":

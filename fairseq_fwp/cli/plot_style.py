@@ -1,10 +1,11 @@
 """Colours, style and file formats of every picture: those of fwp-plot and of recipes/."""
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from fairseq_fwp.cli import write_whole
 
 # One colour for each model or update rule, the same in all pictures. They are Okabe and Ito's, which colour-blind
 # readers can distinguish. fwm's is another: their yellow is too pale, and their light blue too close to delta's.
@@ -88,13 +89,11 @@ def check_path(path: Path) -> None:
 def save(figure: Any, path: Path) -> None:
     """Write a figure in the format of its file name, completely or not at all, and close it."""
     check_path(path)
-    unfinished = path.with_suffix(f".unfinished{path.suffix}")
+    # No date: the same picture is the same file.
+    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
     try:
-        # No date: the same picture is the same file.
-        figure.savefig(unfinished, metadata={".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix))
-        os.replace(unfinished, path)
+        write_whole(path, lambda file: figure.savefig(file, format=path.suffix[1:], metadata=undated))
     finally:
-        unfinished.unlink(missing_ok=True)
         load_pyplot().close(figure)
 
 

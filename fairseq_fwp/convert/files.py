@@ -18,10 +18,12 @@ from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fairseq_fwp.ops.arguments import DTYPES
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
+from fairseq_fwp.patches.training import system_reason
 
 # The seed of everything that is drawn: repeated conversions give the same model.
 SEED = 1
@@ -268,7 +270,8 @@ def write(conversion: Conversion, out: Path) -> None:
         "last_optimizer_state": None,
     }
     with new_folder(out) as unfinished:
-        torch.save(saved, unfinished / CHECKPOINT)
+        with (unfinished / CHECKPOINT).open("wb") as file:  # of a path, PyTorch's error lacks the system's reason
+            torch.save(saved, file)
         for name, dictionary in dictionaries(conversion).items():
             dictionary.save(str(unfinished / name))
         (unfinished / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
@@ -276,13 +279,19 @@ def write(conversion: Conversion, out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Give a folder that becomes `out` when the block ends without an error. Raises ValueError if `out` holds files."""
+    """Give a folder that becomes `out`, or what this links to, when the block ends without an error.
+
+    Raises ValueError if `out` holds files, and OSError that names it if it cannot be written.
+    """
     check_new(out)
-    unfinished = out.with_name(f".{out.name}-{os.getpid()}")
-    unfinished.mkdir(parents=True)
+    whole = out.resolve()
+    unfinished = whole.with_name(f".{whole.name}-{os.getpid()}")
     try:
+        unfinished.mkdir(parents=True)
         yield unfinished
-        os.replace(unfinished, out)
+        os.replace(unfinished, whole)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer raises the second
+        raise OSError(f"--out {out} could not be written ({system_reason(error)})") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

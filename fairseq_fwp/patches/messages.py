@@ -35,6 +35,24 @@ def name_shared_weights(find_shared, module, *args):
     return found and [names for names in found if attrgetter(names[0])(module) is not None]
 
 
+@patch("fairseq.distributed.utils.call_main")
+def stop_without_log(call_main, cfg, main, **kwargs):
+    """Stop where no log can be written, on a full disk or after `| head`: fairseq goes on, with a traceback a line."""
+    logging.StreamHandler.handleError = _stop  # type: ignore[method-assign]
+    return call_main(cfg, main, **kwargs)
+
+
+def _stop(handler: logging.StreamHandler, record: logging.LogRecord) -> None:
+    error = sys.exc_info()[1]
+    if not isinstance(error, OSError):
+        logging.Handler.handleError(handler, record)
+        return
+    if not isinstance(handler, logging.FileHandler):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), handler.stream.fileno())  # or Python tries once more at its end
+    asked = "free some space, or keep its reader open, and run the same command to resume"
+    raise OSError(f"the log cannot be written to {handler.stream.name} ({error.strerror}): {asked}") from None
+
+
 @patch("logging.root.level")
 def hide_debugging() -> None:
     """Undo the level DEBUG of the root logger, which a model of fairseq sets when it is imported."""

@@ -94,7 +94,7 @@ def save_precise_weights(state_dict, self):
 def load_precise_weights(load_state_dict, self, saved, *args, **kwargs):
     """Load the float32 weights that --bf16 and --fp16 train: fairseq resumes from rounded ones.
 
-    A weight of the model that is no rounded one, as in an average of checkpoints, stays.
+    A weight of the model that is not a rounded one, as in an average of checkpoints, stays.
     """
     load_state_dict(self, saved, *args, **kwargs)
     rounded = self.fp16_params[0].dtype
@@ -266,13 +266,16 @@ def _in_place_of(path: str) -> Iterator[str]:
         raise
 
 
-def _not_saved(path: str, error: BaseException) -> OSError:
-    """Return an error with the reason of the operating system: the message of torch's writer only gives a position."""
+def system_reason(error: BaseException) -> str:
+    """Return the operating system's reason for an error: the message of torch's writer only gives a position."""
     cause: BaseException | None = error
     while cause is not None and not getattr(cause, "strerror", None):
         cause = cause.__cause__ or cause.__context__
-    reason = getattr(cause, "strerror", None) or str(error).partition("\n")[0]
+    return getattr(cause, "strerror", None) or str(error).partition("\n")[0]
+
+
+def _not_saved(path: str, error: BaseException) -> OSError:
     return OSError(
-        f"{path} could not be saved ({reason}); earlier checkpoints are complete. Free some space or give another "
-        "--save-dir, and run the same command to resume"
+        f"{path} could not be saved ({system_reason(error)}); earlier checkpoints are complete. Free some space or "
+        "give another --save-dir, and run the same command to resume"
     )

@@ -4,6 +4,7 @@ A recipe's run.sh gives the kind and its settings, then its user's arguments, wh
 """
 
 import importlib
+import os
 import signal
 import sys
 from pathlib import Path
@@ -31,6 +32,10 @@ def main(arguments: list[str]) -> None:
     try:
         module, kind = KINDS[arguments[0]]
         getattr(importlib.import_module(module), kind)(arguments[1:]).main()
+        sys.stdout.flush()  # here, where an error has its sentence
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more at its end
+        sys.exit("run.sh: nobody reads the output; run the same command to resume.")
     except (RecipeError, ValueError, OSError) as error:
         sys.exit(f"run.sh: {error}")
     except KeyboardInterrupt:

@@ -241,6 +241,14 @@ def test_a_disk_that_is_full(trained, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_log_on_a_full_disk_ends_a_training(tmp_path):
+    """In one sentence, not in a traceback for each of its lines; it is resumed by the same command."""
+    flags = training(write_text(tmp_path / "data"), tmp_path / "save", "samples", "--max-update", 2)
+    said = refuse_to_train(tmp_path / "log", *flags, "--log-file", "/dev/full")
+    assert said.startswith("OSError: the log cannot be written to /dev/full (No space left on device): free some space")
+    assert (tmp_path / "log").read_text().count("Traceback") == 1
+
+
 def test_a_copy_on_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     (tmp_path / "new").write_bytes(b"new")
     (tmp_path / "last").write_bytes(b"old")

@@ -1,0 +1,94 @@
+"""What a command writes is complete or not there, where links lead, and named by one sentence if it cannot be."""
+
+import argparse
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pairwise import looped
+
+from fairseq_fwp.cli import loading, plot, write_whole
+from fairseq_fwp.cli.logs import Run
+from fairseq_fwp.convert.files import new_folder
+
+
+def fill(path):
+    path.write_text("half")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_file_on_a_full_disk_stays_as_it_was(tmp_path):
+    file = tmp_path / "file"
+    for before in ([], [file]):
+        with pytest.raises(OSError, match=r"file could not be written \(No space left on device\)"):
+            write_whole(file, fill)
+        assert list(tmp_path.iterdir()) == before
+        file.write_text("old")
+    assert file.read_text() == "old"
+
+
+def test_tables_on_a_full_disk(tmp_path, monkeypatch):
+    """Those of fwp-plot."""
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **how: fill_bytes(path))
+    run = Run("a", valid={1: 2.0}, hours={1: 0.1})
+    for write in (plot.write_csv, plot.write_markdown):
+        with pytest.raises(OSError, match="table could not be written"):
+            write([run], tmp_path / "table")
+        assert list(tmp_path.iterdir()) == []
+
+
+def fill_bytes(path):
+    path.write_bytes(b"half")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_link_stays_and_a_device_is_not_replaced(tmp_path):
+    for name, target in (("file", tmp_path / "target"), ("device", Path(os.devnull))):
+        link = tmp_path / name
+        link.symlink_to(target)
+        write_whole(link, lambda path: path.write_text("new"))
+        assert link.is_symlink() and link.readlink() == target
+    assert (tmp_path / "target").read_text() == "new" and not Path(os.devnull).is_file()
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_folder_is_made_where_its_link_leads(tmp_path, made):
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    if made:
+        target.mkdir()
+    with new_folder(link) as folder:
+        (folder / "file").write_text("new")
+    assert link.is_symlink() and (target / "file").read_text() == "new"
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "target"}
+
+
+def test_a_folder_on_a_full_disk_is_not_there(tmp_path):
+    with pytest.raises(OSError, match=r"out could not be written \(No space left on device\)"):  # noqa: SIM117
+        with new_folder(tmp_path / "out") as folder:
+            fill(folder / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_without_permission_is_refused_at_once(tmp_path, monkeypatch):
+    """Where root may write, a read-only disk is such a place."""
+    assert loading.output_file(str(tmp_path / "file")) == tmp_path / "file"
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    for kind in (loading.output_file, loading.output_folder):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"must be where this user can write, got .*/new"):
+            kind(str(tmp_path / "new"))
+
+
+@looped("output", ["/dev/full", "a pipe that nobody reads"])
+def test_output_that_cannot_be_written(output):
+    command = [Path(sys.executable).with_name("fwp-info"), "--hydra", "delta_lm_wt103"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    stdout = os.open(output, os.O_WRONLY) if output == "/dev/full" else writer
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    reason = "No space left on device" if output == "/dev/full" else "Broken pipe"
+    assert done.stderr == f"fwp-info: standard output cannot be written: {reason}\n" and done.returncode == 1
