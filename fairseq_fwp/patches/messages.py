@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from operator import attrgetter
+from typing import Any
 
 from fairseq_fwp.patches.patch import patch
 
@@ -38,11 +39,11 @@ def name_shared_weights(find_shared, module, *args):
 @patch("fairseq.distributed.utils.call_main")
 def stop_without_log(call_main, cfg, main, **kwargs):
     """Stop where no log can be written, on a full disk or after `| head`: fairseq goes on, with a traceback a line."""
-    logging.StreamHandler.handleError = _stop  # type: ignore[method-assign]
+    logging.StreamHandler.handleError = _stop  # type: ignore[assignment]
     return call_main(cfg, main, **kwargs)
 
 
-def _stop(handler: logging.StreamHandler, record: logging.LogRecord) -> None:
+def _stop(handler: Any, record: logging.LogRecord) -> None:
     error = sys.exc_info()[1]
     if not isinstance(error, OSError):
         logging.Handler.handleError(handler, record)
