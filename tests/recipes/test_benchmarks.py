@@ -185,7 +185,8 @@ def out(tmp_path_factory):
         patch.setattr(gpu, "TESTS", [folder / "test_laws.py"])
         patch.setattr(gpu, "FORKS", multiprocessing.get_context("fork"))  # which have these settings, and the imports
         importlib.import_module("fairseq.trainer")
-        load("inputs").step("delta", load("inputs").draw("delta", (1, 1, 1, 8, 8)), torch.zeros(1, 1, 8, 8))()
+        small = load("inputs").leaves("delta", (1, 1, 3, 4, 4))
+        load("inputs").training_step(ops.delta_rule, small, [torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 4, 4)])
         patch.setattr(gpu, "find_faults", one_fault)
         for part in ("check", "kernels", "measure", "models", "laws"):
             gpu.PARTS[part](folder / f"gpu_{part}.csv", 3600, time.monotonic() + 3600)
