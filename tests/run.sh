@@ -18,7 +18,7 @@ lint() {
 
 kind=${1:-}
 # The kernels and their emulator are compiled beside mypy, which has one thread: the first tests would wait for them.
-build='from fairseq_fwp.kernels import load_kernels; load_kernels("cpu"); import emulator; emulator.build()'
+build='from fairseq_fwp.kernels import load_kernels; load_kernels("cpu"); from cuda_binding import build_all; build_all()'
 [[ $kind == lint ]] || PYTHONPATH=tests:tests/emulator python -c "$build" &
 lint
 wait

@@ -133,11 +133,11 @@ using Launcher = const char* (*)(const char* kernel, int64_t blocks, int threads
 
 // What runs now. One launch at a time.
 struct Machine {
-  bool reversed = false;       // the order in which threads take their turns
-  int multiprocessors = 132;   // that it claims to have
-  size_t shared_bytes = 0;     // that it claims to have for a block
-  char error[256] = "";        // the first one
-  Launcher launcher = nullptr;  // executes kernels instead of the fibers
+  bool reversed = false;            // the order in which threads take their turns
+  int multiprocessors = 132;        // that it claims to have, as an H100
+  size_t shared_bytes = 227 << 10;  // that it claims to have for a block
+  char error[256] = "";             // the first one
+  Launcher launcher = nullptr;      // executes kernels instead of the fibers
   std::vector<Fiber> fibers;
   int threads = 0, running = 0;
   unsigned block = 0;
@@ -148,7 +148,8 @@ struct Machine {
   size_t scheduler_bytes = 0;
 };
 
-inline Machine& machine() {
+// Hidden: each library in a process has its own, which its linker would otherwise share.
+[[gnu::visibility("hidden")]] inline Machine& machine() {
   static Machine m;
   return m;
 }

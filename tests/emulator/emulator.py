@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,21 @@ def sources_of(kernels: Path) -> list[Path]:
     return [kernels.parent / "rule.h", *sorted(kernels.iterdir())]
 
 
+def make_once(name: str, command: Sequence[str], files: Iterable[Path], folder: Path = CACHE) -> Path:
+    """Return what a compiler's command makes, made before if neither the command nor the files have changed since."""
+    key = hashlib.sha256(repr(command).replace(str(HERE.parents[1]), "").encode())
+    for path in files:
+        key.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    target = folder / f"{name}_{key.hexdigest()[:16]}"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / name
+            subprocess.run([*command, "-o", str(made)], check=True)
+            os.replace(made, target)
+    return target
+
+
 def build(
     kernels: Path = KERNELS,
     *,
@@ -50,24 +65,13 @@ def build(
 ) -> Path:
     """Build a library of the kernels, or a program that runs them, unless it exists and no source has changed."""
     assert shutil.which(compiler()[0]), "the emulator needs a C++ compiler: install g++ 10 or later, or set CXX"
-    key = hashlib.sha256(repr((compiler(), tuple(flags), program)).encode())
-    for path in (*sources_of(kernels), *sorted({*HERE.glob("*.[hc]*"), *source.parent.glob("*.[hc]*")})):
-        key.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    target = folder / f"emulator_{key.hexdigest()[:16]}"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        kind = ["-DEMULATOR_PROGRAM"] if program else ["-fPIC", "-shared"]
-        # Without an FMA instruction, each fma of a kernel is a call of about a hundred instructions.
-        native = ["-march=native"] if os.uname().machine == "x86_64" else []
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / "emulator"
-            subprocess.run(
-                [*compiler(), "-std=c++17", *native, *flags, *kind, "-ffp-contract=off"]
-                + ["-include", str(HERE / "emulator.h"), f"-I{kernels}", str(source), "-o", str(made)],
-                check=True,
-            )
-            os.replace(made, target)
-    return target
+    kind = ["-DEMULATOR_PROGRAM"] if program else ["-fPIC", "-shared"]
+    # Without an FMA instruction, each fma of a kernel is a call of about a hundred instructions.
+    native = ["-march=native"] if os.uname().machine == "x86_64" else []
+    command = [*compiler(), "-std=c++17", *native, *flags, *kind, "-ffp-contract=off"]
+    command += ["-include", str(HERE / "emulator.h"), f"-I{kernels}", str(source)]
+    files = (*sources_of(kernels), *sorted({*HERE.glob("*.[hc]*"), *source.parent.glob("*.[hc]*")}))
+    return make_once("emulator", command, files, folder)
 
 
 class _Structure(ctypes.Structure):

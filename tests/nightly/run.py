@@ -34,6 +34,7 @@ CHANGE = re.compile("«(.*?)→(.*?)»", re.DOTALL)
 KERNELS = "cuda_ext/cuda/"  # mutants that the emulator runs, in test_kernel_mutants.py
 # The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
 TESTS = {
+    "cuda_ext/bindings/cuda.cpp": "emulator/test_binding.py",
     "cuda_ext": "laws ops modules",
     "fairseq_fwp/cli": "cli evaluation test_commands.py",
     "fairseq_fwp/convert": "convert test_pretrained.py",

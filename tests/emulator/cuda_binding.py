@@ -1,0 +1,88 @@
+"""Build the binding of CUDA tensors for CPU tensors, over the emulator, and compare its results with the reference.
+
+It takes the place of the kernels of CPU tensors, so use it in a process of its own.
+"""
+
+import ctypes
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from emulator import HERE, KERNELS, build, compiler, make_once
+from pairwise import pairwise
+from subjects import RULES, WITH_KERNEL, cotangents, relative_error, results, sample_inputs
+from torch import Tensor
+from torch.utils.cpp_extension import include_paths, library_paths
+
+from fairseq_fwp.kernels import library
+from fairseq_fwp.kernels.build import _flags
+
+LIMITS = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+SHAPE = (2, 2, 70, 16, 20)  # with chunks on tensor cores, and kept states
+CASES = {
+    "rule": WITH_KERNEL,
+    "dtype": list(LIMITS),
+    "layout": ["contiguous", "tokens_first", "odd", "expanded", "shared"],
+    "state": [True, False],
+    "documents": [False, True],
+}
+
+
+def build_binding() -> Path:
+    """Return the library, whose launchers are those of the emulator that the process has loaded."""
+    source, bindings = HERE / "binding" / "binding.cpp", KERNELS.parent / "bindings"
+    includes = [f"-I{source.parent}", f"-I{bindings}", *(f"-isystem{path}" for path in include_paths())]
+    libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu"]
+    command = [*compiler(), *_flags("cpu"), "-O1", "-fPIC", "-shared", *includes, str(source), *libraries]
+    own = (path for path in source.parent.rglob("*") if path.is_file())
+    files = (*sorted(own), KERNELS.parent / "rule.h", KERNELS / "launchers.h", *sorted(bindings.glob("*.*")))
+    return make_once("binding", [*command, f"-DPYTORCH={torch.__version__}"], files)
+
+
+def build_all() -> tuple[Path, Path]:
+    return build(), build_binding()
+
+
+def load() -> None:
+    launchers, binding = map(str, build_all())
+    ctypes.CDLL(launchers, mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(binding)
+    library._statuses["cpu"] = library.KernelStatus(True, binding)  # so that nothing loads the CPU's kernels
+
+
+def transposed(x: Tensor | None) -> Tensor | None:
+    """Return the same matrices in memory by columns."""
+    return None if x is None else x.mT.contiguous().mT
+
+
+def check(rule: str, dtype: torch.dtype, layout: str, state: bool, documents: bool) -> None:
+    """Check outputs and all gradients. With the layout "shared", two heads have the same queries and keys."""
+    inputs = sample_inputs(rule, SHAPE, dtype, layout=layout, state=state)
+    of_out, of_state = cotangents(inputs)
+    first = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    first[0, [0, 9, 33]] = first[1, 40] = True
+    if layout == "tokens_first":
+        inputs["state"], of_out, of_state, first = map(transposed, (inputs["state"], of_out, of_state, first))
+    if layout == "shared":
+        inputs |= {name: inputs[name][:, :1] for name in "qk"}
+    if not documents:
+        first = None
+    gradients = (of_out, of_state)
+    found = results(partial(RULES[rule].function, first=first, backend="kernel"), inputs, gradients)
+    exact = {name: None if x is None else x.double() for name, x in inputs.items()}
+    of_exact = tuple(x.double() for x in gradients)
+    truth = results(partial(RULES[rule].reference, first=first), exact, of_exact)
+    for name, x in truth.items():
+        case = f"{name} of {rule}, {dtype}, {layout}, state={state}, documents={documents}"
+        assert found[name].shape == x.shape, case
+        assert (error := relative_error(found[name], x)) < LIMITS[found[name].dtype], f"{case}: {error:.3g}"
+
+
+def check_all(every: bool) -> None:
+    """Check every combination, or every pair of values of two factors."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # the memory of results is NaN until they are written
+    load()
+    for values in product(*CASES.values()) if every else (case.values() for case in pairwise(**CASES)):
+        check(*values)

@@ -1,0 +1,12 @@
+"""The operator and autograd of CUDA tensors in C++: cuda.cpp and its headers, for CPU tensors over the emulator."""
+
+import os
+import sys
+
+import pytest
+from isolated import run_isolated
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_results_and_gradients_are_those_of_the_reference(every):
+    run_isolated(f"import cuda_binding; cuda_binding.check_all({every})", PYTHONPATH=os.pathsep.join(sys.path))
