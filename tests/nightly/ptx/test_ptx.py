@@ -9,6 +9,7 @@ from emulator import KERNELS, Emulator, EmulatorError, build
 from interpreter import Interpreter, translate
 from nvcc import compiled_kernels, needs_nvcc
 from operator_cases import CASES, cotangents_of, make_case
+from subjects import relative_error
 from test_kernels import (
     HOPPER,
     IN_CHUNKS,
@@ -47,13 +48,13 @@ def test_chunks(interpreter, rule, state):
 @pytest.mark.parametrize("shape", SEGMENTS, ids=str)
 @pytest.mark.parametrize("rule", IN_CHUNKS)
 def test_segments(interpreter, rule, shape):
-    """They give the emulator's bits."""
+    """They give the emulator's results, except for rounding: nvcc makes one operation of a product and a sum."""
     given, erases = make_case(rule, shape, torch.bfloat16)
     remember(rule, given)
     gradients, emulator = cotangents_of(given), Emulator(build())
     found = interpreter.results(given, erases, gradients, shared_kib=HOPPER)
     for name, x in emulator.results(given, erases, gradients, shared_kib=HOPPER).items():
-        assert torch.equal(found[name], x), name
+        assert relative_error(found[name], x) < torch.finfo(x.dtype).eps / 4 + 1e-6, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -63,16 +64,21 @@ def test_scans(interpreter, rule, dtype):
         check_equal(interpreter, rule, shape, dtype, state=True)
 
 
-def test_all_kernels_are_executed(interpreter):
-    """By the tests above; here, launches only give their names."""
+def launch_all(interpreter, operator):
+    """Return the names of the kernels that an operator launches for the cases above, without executing them."""
     interpreter.launched(execute=False)
     cases = [(rule, shape, torch.bfloat16) for rule in IN_CHUNKS for shape in CHUNKS + SEGMENTS]
     cases += [(rule, shape, dtype) for rule in CASES for shape in SCANS for dtype in (torch.float32, torch.float64)]
     for rule, shape, dtype in cases:
         given, erases = make_case(rule, shape, dtype)
         for multiprocessors in (1, 132):
-            interpreter.results(given, erases, cotangents_of(given), shared_kib=HOPPER, multiprocessors=multiprocessors)
-    assert interpreter.launched() == interpreter.kernels.keys()
+            operator.results(given, erases, cotangents_of(given), shared_kib=HOPPER, multiprocessors=multiprocessors)
+    return interpreter.launched()
+
+
+def test_all_kernels_are_executed(interpreter):
+    """By the tests above."""
+    assert launch_all(interpreter, interpreter) == interpreter.kernels.keys()
 
 
 def without_syncs(text):
