@@ -54,7 +54,7 @@ def test_segments(interpreter, rule, shape):
     gradients, emulator = cotangents_of(given), Emulator(build())
     found = interpreter.results(given, erases, gradients, shared_kib=HOPPER)
     for name, x in emulator.results(given, erases, gradients, shared_kib=HOPPER).items():
-        assert relative_error(found[name], x) < torch.finfo(x.dtype).eps / 4 + 1e-6, name
+        assert relative_error(found[name], x) < (1e-3 if x.dtype == torch.bfloat16 else 1e-4), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
