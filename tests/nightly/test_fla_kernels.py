@@ -1,0 +1,22 @@
+"""The backend fla with flash-linear-attention's own kernels, in Triton's interpreter on the CPU."""
+
+import os
+import sys
+from importlib.util import find_spec
+
+import pytest
+from isolated import run_isolated
+from subjects import RULES
+
+from fairseq_fwp.ops.fla import FORMS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (find_spec("triton") and find_spec("fla")), reason="needs triton and fla-core"),
+]
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.function.__name__ in FORMS])
+def test_results_and_gradients_are_those_of_the_reference(rule):
+    script = f"import fla_kernels; fla_kernels.prepare(); fla_kernels.check({rule!r})"
+    run_isolated(script, PYTHONPATH=os.pathsep.join(sys.path), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
