@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import subjects
 import torch
 from made_up import RECIPES, ROOT
 
@@ -187,7 +188,8 @@ def out(tmp_path_factory):
         importlib.import_module("fairseq.trainer")
         small = load("inputs").leaves("delta", (1, 1, 3, 4, 4))
         load("inputs").training_step(ops.delta_rule, small, [torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 4, 4)])
-        patch.setattr(gpu, "find_faults", one_fault)
+        patch.setattr(gpu.self_check, "find_faults", one_fault)
+        patch.setattr(subjects, "WITH_KERNEL", ["delta", "delta_product"])
         for part in ("check", "kernels", "measure", "models", "laws"):
             gpu.PARTS[part](folder / f"gpu_{part}.csv", 3600, time.monotonic() + 3600)
     return folder
@@ -245,14 +247,14 @@ def test_publish(load, out, tmp_path, monkeypatch, capsys):
         place = f"| {SHAPE} | {TRAINING} | {name} | "
         cells = shown.partition(place)[2].split(" | ")
         assert cells[1] == "-" and float(cells[2]) > 0  # there are no graphs on a CPU
-    assert "56 cases right, 0 lines of others" in shown
+    assert "8 cases right, 0 lines of others" in shown
     assert f"| delta, fla vs delta, kernel | {SHAPE} | - | not available" in shown
 
 
 def test_the_check_of_every_rule(load, out):
     """Each has an error and the bits of three runs, in every dtype; what is not right is named."""
     gpu, record = load("gpu"), load("record").Record.read(out / "gpu_check.csv")
-    assert gpu.verdicts(record) == ["56 cases right, 0 lines of others"]
+    assert gpu.verdicts(record) == ["8 cases right, 0 lines of others"]
     assert record.notes()["faults"] == "gla_rule: is off"
     record.add("(1,)", "torch.float32", "delta", [2e-4], "error")
     record.add("(1,)", "torch.float32", "delta", ["d_k"], "text")
@@ -261,12 +263,22 @@ def test_the_check_of_every_rule(load, out):
     record.add("(1,)", "torch.float32", "delta", [2], "runs of the same bits")
     record.miss("rule", "", "gla", "TimeoutError()")
     assert gpu.verdicts(record) == [
-        "56 cases right, 4 lines of others",
+        "8 cases right, 4 lines of others",
         "delta at (1,) in torch.float32: error 2.0e-04 of d_k",
         "delta at (2,) in torch.float64: error nan of out",
         "delta at (1,) in torch.float32: 2 runs of the same bits",
         "gla at rule in : TimeoutError() not measured",
     ]
+
+
+def test_a_check_that_does_not_end_is_the_only_one_to_blame(load, monkeypatch, tmp_path):
+    gpu = load("gpu")
+    monkeypatch.setenv("FWP_TINY", "1")
+    monkeypatch.setattr(gpu, "GRACE", 0)
+    assert gpu.check_apart({"sum": tmp_path / "sum"}, time.monotonic()) == {"sum": "it did not end in time"}
+    found = gpu.check_apart({"sum": tmp_path / "sum", "never": tmp_path / "never"}, time.monotonic() + 99)
+    assert found == {"never": "KeyError: 'never'"}
+    assert gpu.verdicts(load("record").Record.read(tmp_path / "sum")) == ["4 cases right, 0 lines of others"]
 
 
 def test_a_lease_runs_all_parts_and_fails_if_one_does(load, monkeypatch, tmp_path, capsys):
