@@ -22,9 +22,10 @@ pytestmark = pytest.mark.cuda
 every_kernel = pytest.mark.parametrize("rule", WITH_KERNEL)
 every_rule = pytest.mark.parametrize("rule", RULES)
 SHAPE = (2, 3, 150, 24, 40)
-# Extra memory of a training step, in sizes of the inputs and out: 2 on a CPU. Here kernels also keep 32 MiB of sums of
-# slabs, and Dk numbers a token for a decay of one. tests/emulator counts it.
-MEMORY = 3
+# Extra memory of a training step, in sizes of the inputs and out: one more than on a CPU. Here kernels also keep 32 MiB
+# of sums of slabs, and Dk numbers a token for a decay of one. tests/emulator counts it. delta_product runs several
+# tokens for each.
+MEMORY, MEMORY_OF_PRODUCT = 3, 4.5
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +218,7 @@ def test_extra_memory_at_8192_tokens(rule):
     out, _ = kernel(rule)(**leaves)
     grads = torch.autograd.grad(out, given, gradient)
     extra = torch.cuda.max_memory_allocated() - before
-    most = 3.5 if "N" in RULES[rule].key else MEMORY  # delta_product runs N tokens for each
+    most = MEMORY_OF_PRODUCT if "N" in RULES[rule].key else MEMORY
     assert 0.9 < extra / (out.nbytes + sum(x.nbytes for x in given)) < most
     assert len(grads) == len(given)
 
