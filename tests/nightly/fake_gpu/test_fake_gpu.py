@@ -1,0 +1,56 @@
+"""Host code of a CUDA build of PyTorch on a GPU that computes nothing: memory, launches, and a lease rehearsed.
+
+FWP_CUDA_PYTHON names its Python, which needs what `gpu.sh laws` needs, too. Values mean nothing here, but exceptions,
+shapes, memory and launches do. The kernels are built once, in minutes.
+"""
+
+import csv
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from fake_gpu import environment
+
+ROOT = Path(__file__).parents[3]
+PYTHON = os.environ.get("FWP_CUDA_PYTHON")
+pytestmark = pytest.mark.skipif(not (PYTHON and shutil.which("nvcc")), reason="needs FWP_CUDA_PYTHON, and nvcc on PATH")
+BUILD = "from fairseq_fwp.kernels import load_kernels; status = load_kernels('cuda'); assert status.built, status"
+# Values are wrong, and the check before first use would switch all kernels off.
+NO_CHECK = "from fairseq_fwp.kernels import self_check; self_check.find_faults = lambda device: {}\n"
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory):
+    """The environment of the fake GPU, with kernels, and without the check of their values."""
+    folder = tmp_path_factory.mktemp("fake")
+    toolkit = Path(shutil.which("nvcc")).resolve().parents[1]
+    found = environment(PYTHON, folder, toolkit / "include")
+    (folder / "sitecustomize.py").write_text(NO_CHECK)
+    found["PYTHONPATH"] = os.pathsep.join(map(str, (folder, ROOT, os.environ.get("PYTHONPATH", ""))))
+    found |= {"FAKE_GPU_LOG": str(folder / "launches"), "FWP_COMMIT": "none", "PYTHON": PYTHON}
+    subprocess.run([PYTHON, "-c", BUILD], env=found, check=True)
+    return found
+
+
+def test_memory_of_training_steps(fake):
+    """PyTorch's own allocator counts it."""
+    tests = ["tests/ops/test_cuda.py", "-k", "extra_memory"]
+    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, env=fake, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "14 passed" in done.stdout, done.stdout[-2000:]
+
+
+@pytest.mark.parametrize("call, parts", [("1", "check kernels"), ("2", "measure"), ("3", "models laws")])
+def test_a_lease_runs_to_its_end(fake, tmp_path, call, parts):
+    """Every contender of ours, in every stage, has a time: none has an exception."""
+    command = ["bash", ROOT / "recipes/benchmarks/gpu.sh", "lease", call, "--out", tmp_path]
+    done = subprocess.run(command, env=fake | {"FWP_TINY": "cuda"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    launches = Path(fake["FAKE_GPU_LOG"]).read_text()
+    assert "RecurrentBackward" in launches or call == "3"
+    for part in parts.split():
+        rows = list(csv.reader((tmp_path / f"gpu_{part}.csv").open()))
+        missed = [row for row in rows if row[3] == "not measured" and not row[2].endswith(", fla")]
+        assert missed == [] and len(rows) > 8
