@@ -8,6 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from fairseq_fwp.kernels.cuda import toolkit_folders
+
 HERE = Path(__file__).parent
 # There is no library of the driver without a GPU: those who call its functions have their names.
 CALLERS = ("triton/backends/nvidia/driver.c", "torch/lib/libc10_cuda.so", "torch/lib/libtorch_cuda.so")
@@ -30,14 +32,15 @@ def build_library(name: str, functions: set[str], folder: Path, *sources: str) -
     return folder / name
 
 
-def environment(python: str, folder: Path, include: Path) -> dict[str, str]:
-    """Return an environment in which the PyTorch of this Python sees one GPU; include: of the CUDA toolkit."""
+def environment(python: str, folder: Path) -> dict[str, str]:
+    """Return an environment in which the PyTorch of this Python sees one GPU."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
     built = []
     for pattern in ("libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*"):
         (real,) = site.glob(f"nvidia/cu*/lib/{pattern}")
-        more = [str(HERE / "runtime.cpp"), f"-I{include}"] if "cudart" in pattern else []
+        includes, _ = toolkit_folders("nvcc")
+        more = [str(HERE / "runtime.cpp"), *(f"-I{path}" for path in includes)] if "cudart" in pattern else []
         built.append(build_library(real.name, functions_of(real), folder, *more))
     driver = {name.decode() for file in CALLERS for name in FUNCTION.findall((site / file).read_bytes())}
     built.append(build_library("libcuda.so.1", driver, folder))
