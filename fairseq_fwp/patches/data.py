@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import os
-import shlex
 import struct
 import sys
 import tarfile
@@ -118,9 +117,20 @@ def close_what_is_open(close, self):
 
 
 @patch("fairseq.data.fasta_dataset.FastaDataset._build_index")
-def quote_path(build, self, path):
-    """Quote the path of a FASTA file: fairseq gives it to a shell, and a name in a data folder can be a command."""
-    return build(self, shlex.quote(os.path.abspath(path)))
+def index_without_a_shell(build, self, path):
+    """Index a FASTA file here: for a shell its name can be a command, and without a command `tqdm` there is no text."""
+    from fairseq.data.fasta_dataset import fasta_file_path
+
+    starts, sizes, place = list[int](), list[int](), 0
+    with open(fasta_file_path(path), "rb") as file:
+        for line in file:
+            if line.startswith(b">"):
+                starts.append(place)
+                sizes.append(0)
+            elif sizes:
+                sizes[-1] += len(line.strip())
+            place += len(line)
+    return np.array(starts, np.int64), np.array(sizes, np.int64)
 
 
 @patch("torch.hub.load", since="torch 2.4")

@@ -211,6 +211,7 @@ def test_files_of_data_are_no_code(tmp_path, canary):
 def test_the_name_of_a_text_is_no_command(tmp_path, canary, monkeypatch):
     """fairseq takes the languages of a translation from names of files."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.defpath)  # without the commands of an environment that is not activated, such as tqdm
     name = f"train.a-b;touch {canary.name};.a"
     (tmp_path / f"{name}.fasta").write_text(">one\nACG\nT\n>two\nGG\n")
     dataset = data_utils.load_indexed_dataset(name, Dictionary(), "fasta")

@@ -44,7 +44,7 @@ TESTS = {
     "refuse_damaged_data close_what_is_open": "test_damaged_files::test_texts",
     "load_weights_only": "test_security::test_they_are_refused_where_torch_would_run_them",
     "evaluate_data_alone": "test_security::test_a_configuration_is_no_code",
-    "quote_path": "test_security::test_the_name_of_a_text_is_no_command",
+    "index_without_a_shell": "test_security::test_the_name_of_a_text_is_no_command",
     "ask_before_code_of_hub": "test_security::test_a_data_folder_gets_no_code_of_a_repository",
     "unpack_inside": "test_security::test_a_model_is_unpacked_inside_its_folder",
     "save_fingerprints": "test_dictionaries::test_what_a_fingerprint_tells_apart",
