@@ -9,6 +9,8 @@ This is the harness's own command, with one more model. Its --model_args are the
 Needs `pip install ".[harness]"`.
 """
 
+import contextlib
+import hashlib
 import io
 import logging
 import sys
@@ -24,11 +26,13 @@ from torch import Tensor
 import fairseq_fwp
 from fairseq_fwp.cli import one_sentence
 from fairseq_fwp.modules.layers import faster_linear
+from fairseq_fwp.patches.training import system_reason
 
 try:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
+    from lm_eval.loggers import evaluation_tracker
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as missing:
@@ -46,11 +50,11 @@ class Words:
     def __init__(self, dictionary: Dictionary, codes: str | None) -> None:
         from subword_nmt.apply_bpe import BPE
 
-        self.dictionary, self.warned = dictionary, False
+        self.dictionary, self.warned, self.rules = dictionary, False, ""
         self.split: Callable[[str], str] = str
         if codes is not None:
-            with open(codes, encoding="utf-8") as file:
-                self.split = BPE(file).process_line
+            self.rules = Path(codes).read_text(encoding="utf-8")
+            self.split = BPE(io.StringIO(self.rules)).process_line
 
     def pieces(self, text: str) -> list[tuple[int, str]]:
         """Return the tokens of a text with their words, as unknown words are one token."""
@@ -89,6 +93,7 @@ class Numbers:
             self.tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # it has no type of its own
             raise ValueError(f"tokenizer must be a tokenizer.json, got {file}: {error}") from error
+        self.rules = self.tokenizer.to_str()
         rows = {int(word): row for row, word in enumerate(dictionary.symbols) if word.isdecimal()}
         least = self.tokenizer.get_vocab_size()
         missing = [number for number in range(max(least, len(rows) + 1)) if number not in rows]
@@ -158,6 +163,33 @@ class Harness(TemplateLM):
         if self.max_length > self.positions:
             raise ValueError(f"max_length must be at most {self.positions}, the learned positions, got {max_length}")
         self.text = Numbers(self.dictionary, Path(tokenizer)) if tokenizer else Words(self.dictionary, bpe_codes)
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Keep answers in a cache of this model: the harness finds them by their requests alone.
+
+        Raises ValueError for a cache with answers of another model.
+        """
+        cache = cache_hook.dbdict
+        if cache is not None:
+            if len(cache) == 0:
+                cache["model"] = self.fingerprint()
+            elif cache.get("model") != self.fingerprint():
+                got = f"{cache.filename}, whose answers are of another: give another path, or remove it"
+                raise ValueError(f"--use_cache must be a new path or one that this model has used, got {got}")
+        super().set_cache_hook(cache_hook)
+
+    def fingerprint(self) -> str:
+        """Return a number of the weights and of all settings that answers depend on."""
+        found = hashlib.sha256(repr((self.max_length, self.dictionary.symbols, self.text.rules)).encode())
+        for name, tensor in self.decoder.state_dict().items():
+            found.update(name.encode())
+            found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return found.hexdigest()
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Raise ValueError: the harness only asks for it to apply a chat template."""
+        raise ValueError("--apply_chat_template must be left out, as these models have no chat template")
 
     @property
     def eot_token_id(self) -> int:
@@ -290,10 +322,36 @@ class Harness(TemplateLM):
         return str(postprocess_generated_text(text, until, None))
 
 
+class SavingLog(logging.LoggerAdapter):
+    """The log of what saves results, with the first error for which one was not saved."""
+
+    reason: BaseException | None = None
+
+    def warning(self, *args: Any, **given: Any) -> None:  # called also where --verbosity hides it
+        self.reason = self.reason or sys.exc_info()[1]
+        super().warning(*args, **given)
+
+
+@contextlib.contextmanager
+def nothing_unsaved() -> Iterator[None]:
+    """Raise OSError after results that were not saved: the harness itself only warns, and its status is 0."""
+    log = evaluation_tracker.eval_logger
+    evaluation_tracker.eval_logger = saving = SavingLog(log, {})
+    try:
+        yield
+    finally:
+        evaluation_tracker.eval_logger = log
+    if saving.reason is not None:
+        reason = system_reason(saving.reason)
+        remedy = "free some space or give another, and do not read a file there, which may be cut short"
+        raise OSError(f"results in --output_path could not be saved ({reason}): {remedy}")
+
+
 def main() -> None:
     with one_sentence("fwp-harness"):
         try:
-            cli_evaluate()
+            with nothing_unsaved():
+                cli_evaluate()
         except TypeError as error:
             if "Harness" not in str(error):
                 raise

@@ -1,17 +1,23 @@
 """fwp-harness: its scores are those of fwp-eval-lm, its texts those of fairseq, its tasks run by the harness itself."""
 
+import errno
 import json
+import logging
 import random
 import sys
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import sqlitedict
 import torch
 from cli.test_eval_lm import evaluate
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
+from lm_eval.api.model import CachingLM
+from lm_eval.loggers import EvaluationTracker, evaluation_tracker
 from pairwise import looped
 from refusals import refused
 from small_text import SIZE, prepare_random_text, train_model
@@ -211,6 +217,23 @@ def test_the_tokens_of_a_tokenizer_are_the_words_of_the_dictionary(tmp_path):
         Numbers(dictionary, tmp_path / "other")
 
 
+def test_a_cache_has_the_answers_of_one_model(folder, tmp_path):
+    """The harness's own keys are the requests: another model, or another context, would get the same answers."""
+    cached = CachingLM(load(folder), str(tmp_path / "one"))
+    requests = asked(("w1", " w2"), ("w1 w2", " w3"))
+    found = cached.loglikelihood(requests)
+    again = load(folder)
+    again._loglikelihood_tokens = None
+    assert CachingLM(again, str(tmp_path / "one")).loglikelihood(requests) == found
+    for kind, given in ((KINDS[1], {}), (KINDS[0], {"max_length": 12})):
+        with pytest.raises(ValueError, match=r"--use_cache must be a new path or .*one, whose answers are of another"):
+            CachingLM(load(folder, kind, **given), str(tmp_path / "one"))
+    with sqlitedict.SqliteDict(str(tmp_path / "unnamed"), autocommit=True) as cache:
+        cache["key"] = -1.0
+    with pytest.raises(ValueError, match="--use_cache must be"):
+        CachingLM(load(folder), str(tmp_path / "unnamed"))
+
+
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
@@ -243,6 +266,28 @@ def test_the_harness_runs_its_tasks(folder, tmp_path, monkeypatch, capsys):
     assert all(name in table for name in ("acc", "exact_match", "bits_per_byte"))
 
 
+@looped("level", ["INFO", "ERROR"])
+@looped("place, name", [(Path, "write_text"), (evaluation_tracker, "open")])
+def test_results_that_are_not_saved_are_an_error(tmp_path, monkeypatch, place, name, level):
+    """Of all tasks together, and of samples; the harness itself only warns, unless it is to be silent."""
+
+    def evaluate():
+        tracker = EvaluationTracker(str(tmp_path))
+        tracker.save_results_aggregated({})
+        tracker.save_results_samples("task", [])
+        print("the table")
+
+    def fill(*_, **how):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(logging.getLogger("lm_eval"), "level", getattr(logging, level))
+    monkeypatch.setattr(harness, "cli_evaluate", evaluate)
+    harness.main()
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, fill, raising=False)
+        refused(lambda arguments: harness.main(), says="output_path could not be saved .No space left on device.: free")
+
+
 def test_refusals(folder, monkeypatch):
     path, data = str(folder / KINDS[0] / "checkpoint_last.pt"), str(folder / "data")
     (folder / "tokenizer.json").write_text("{}")
@@ -263,6 +308,7 @@ def test_refusals(folder, monkeypatch):
         "max_length must be a whole number above 0, got -1.0": lambda: load(folder, max_length=-1.0),
         "max_length must be a whole number above 0, got 0": lambda: load(folder, max_length=0),
         "device must be cpu or cuda, got 'gpu'": lambda: harness.find_device("gpu"),
+        "--apply_chat_template must be left out": lambda: load(folder).tokenizer_name,
         "a text must not have the word <pad>": lambda: load(folder).tok_encode("w1 <pad>"),
         "at most max_length = 16 tokens, got 20": lambda: load(folder).loglikelihood(asked(("w1", " w2" * 20))),
     }.items():
