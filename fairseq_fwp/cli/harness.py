@@ -284,6 +284,8 @@ class Harness(TemplateLM):
             settings: Any = normalize_gen_kwargs(given, MOST_NEW_TOKENS)
             until, most = settings.pop("until"), settings.pop("max_gen_toks")
             sampled, temperature = settings.pop("do_sample"), settings.pop("temperature", 0.0)
+            if most < 1:
+                raise ValueError(f"max_gen_toks must be a whole number above 0, got {most}")
             if settings.get("num_beams") == 1:  # as tasks say greedy
                 del settings["num_beams"]
             if settings or not temperature >= 0:

@@ -149,6 +149,9 @@ def test_sampling_follows_the_temperature_and_the_seed(folder):
     for other in ({"top_p": 0.9}, {"do_sample": True, "temperature": -1.0}):
         with pytest.raises(ValueError, match=f"generation must be by do_sample and .*, got {[*other][-1]}"):
             load(folder).generate_until(asked(("w1", {"until": [], **other})))
+    for most in (0, -2):  # whose texts would all be empty, and answers wrong
+        with pytest.raises(ValueError, match=f"max_gen_toks must be a whole number above 0, got {most}"):
+            load(folder).generate_until(asked(("w1", {"until": [], "max_gen_toks": most})))
 
 
 GREEDY = [
