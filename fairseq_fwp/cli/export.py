@@ -30,6 +30,7 @@ from fairseq_fwp.convert.files import new_folder
 from fairseq_fwp.interop.onnx import OPSET, Entry, to_onnx, translation_to_onnx
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
+from fairseq_fwp.modules.positions import LearnedPositions
 
 TOLERANCE = 1e-3  # of log-probabilities in float32; differences are about 1e-5
 # Operators on matrices. ONNX Runtime's tool takes also ONNX's Attention, for another operator of that name.
@@ -63,6 +64,7 @@ def run(args: Namespace) -> None:
             "pad": dictionary.pad(),
             "unk": dictionary.unk(),
             "tokens_per_call": PIECE if many else 1,
+            "most_tokens": most_tokens(model),
             "memory": [entry._asdict() for entry in memory],
             "state": [entry._asdict() for entry in entries],
         }
@@ -102,6 +104,14 @@ def load(path: str, data: str) -> tuple[Any, Any]:
             expected = "must be an fwp_lm or fwp_transformer"
             raise ValueError(f"{path} {expected}, got {type(model).__name__}: its states have no form in ONNX")
     return model.float().eval(), task
+
+
+def most_tokens(model: Any) -> int | None:
+    """Return how many tokens a text may have, None if it has no end: learned positions are rows of a table."""
+    positions = getattr(model.decoder, "embed_positions", None)
+    if isinstance(positions, torch.nn.Embedding):  # fairseq's, of a translation
+        return int(positions.max_positions)
+    return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else None
 
 
 def compare(model: Any, folder: Path, entries: list[Entry], memory: list[Entry], many: bool) -> float:

@@ -66,6 +66,10 @@ class Model:
             sizes = [size for n, size in enumerate(x.shape) if n != part["grows"]]
             if len(x.shape) != len(expected) or sizes != [s for n, s in enumerate(expected) if n != part["grows"]]:
                 raise ValueError(f"{part['name']} of the state must have the shape {expected}, got {list(x.shape)}")
+        most = self.about.get("most_tokens")  # with learned positions, of which the state has the next
+        if most is not None and (read := int(state[-1].max()) + tokens.shape[1]) > most:
+            remedy = "give a shorter one, or fewer new tokens with --tokens"
+            raise ValueError(f"a text must have at most {most} tokens, the learned positions, got {read}: {remedy}")
         for first in range(0, tokens.shape[1], self.about["tokens_per_call"]):
             piece = tokens[:, first : first + self.about["tokens_per_call"]]
             given = {part["name"]: x for part, x in zip(parts, state, strict=True)}

@@ -113,17 +113,20 @@ SIZES = [
     "--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-attention-heads", 2,
 ]  # fmt: skip
 
+LEARNED = "softmax_lm_wt103"  # with learned positions
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with data (binarised), the checkpoints NAME/checkpoint_last.pt, and the exported model."""
     folder = tmp_path_factory.mktemp("export")
     prepare_random_text(folder)
-    for name in ("gated_delta_lm_wt103", "fwp_xl_lm"):
+    for name in ("gated_delta_lm_wt103", "fwp_xl_lm", LEARNED):
         train_model(
             folder / "data", "--arch", name, "--cpu", "--tokens-per-sample", 16, "--batch-size", 4, "--optimizer",
             "adam", "--lr", 0.01, "--max-update", 20, "--disable-validation", "--no-epoch-checkpoints", "--save-dir",
             folder / name, "--log-format", "none", "--num-workers", 0, "--task", "fwp_language_modeling", *SIZES,
+            *(["--decoder-learned-pos"] if name == LEARNED else []),
         )  # fmt: skip
     run(folder, "exported")
     return folder
@@ -286,6 +289,18 @@ def test_translations_are_those_of_fairseq(cross, tmp_path):
         command = [sys.executable, GENERATE, out, "--lines", tmp_path / "lines", "--beam", size, "--tokens", 12]
         said = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True).stdout
         assert [line.split("\t")[1] for line in said.splitlines()] == best
+
+
+def test_a_text_ends_where_learned_positions_do(folder):
+    run(folder, "learned", arch=LEARNED)
+    model, most = Model(folder / "learned"), 16
+    assert model.about["most_tokens"] == most and Model(folder / "exported").about["most_tokens"] is None
+    tokens = np.full((2, most), 5)
+    _, state = model.read(tokens[:, 1:], model.start(2))
+    model.read(tokens[:, :1], state)
+    for piece, before in ((tokens[:, :2], state), (np.full((1, most + 1), 5), model.start())):
+        with pytest.raises(ValueError, match=f"at most {most} tokens, the learned positions, got {most + 1}: give"):
+            model.read(piece, before)
 
 
 def test_a_state_of_the_wrong_shape(models):
