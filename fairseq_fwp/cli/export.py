@@ -22,6 +22,7 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.modules import LearnedPositionalEmbedding
 from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
@@ -109,7 +110,7 @@ def load(path: str, data: str) -> tuple[Any, Any]:
 def most_tokens(model: Any) -> int | None:
     """Return how many tokens a text may have, None if it has no end: learned positions are rows of a table."""
     positions = getattr(model.decoder, "embed_positions", None)
-    if isinstance(positions, torch.nn.Embedding):  # fairseq's, of a translation
+    if isinstance(positions, LearnedPositionalEmbedding):  # of a translation
         return int(positions.max_positions)
     return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else None
 
