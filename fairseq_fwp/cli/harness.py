@@ -165,7 +165,7 @@ class Harness(TemplateLM):
         self.text = Numbers(self.dictionary, Path(tokenizer)) if tokenizer else Words(self.dictionary, bpe_codes)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Keep answers in a cache of this model: the harness finds them by their requests alone.
+        """Keep answers in a cache of this model: the harness finds them only by their requests.
 
         Raises ValueError for a cache with answers of another model.
         """

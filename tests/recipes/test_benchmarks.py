@@ -182,7 +182,6 @@ def out(tmp_path_factory):
         patch.setenv("FWP_TINY", "cpu")
         patch.setenv("FWP_COMMIT", "a1b2c3d")
         gpu = load("gpu")
-        assert all((ROOT / path).exists() for path in gpu.TESTS[:3])
         patch.setattr(gpu, "TESTS", [folder / "test_laws.py"])
         patch.setattr(gpu, "FORKS", multiprocessing.get_context("fork"))  # which have these settings, and the imports
         importlib.import_module("fairseq.trainer")
@@ -283,6 +282,7 @@ def test_a_check_that_does_not_end_is_the_only_one_to_blame(load, monkeypatch, t
 
 def test_a_lease_runs_all_parts_and_fails_if_one_does(load, monkeypatch, tmp_path, capsys):
     gpu = load("gpu")
+    assert all((ROOT / path).exists() for path in gpu.TESTS[:3])
     assert [*gpu.LEASE] == ["1", "2", "3"] and {part for parts in gpu.LEASE.values() for part in parts} < {*gpu.PARTS}
     assert sum(map(sum, (parts.values() for parts in gpu.LEASE.values()))) <= 800 - 100  # and a start, and transfers
     commands = []

@@ -43,7 +43,7 @@ def test_memory_of_training_steps(fake):
 
 @pytest.mark.parametrize("call, parts", [("1", "check kernels"), ("2", "measure"), ("3", "models laws")])
 def test_a_lease_runs_to_its_end(fake, tmp_path, call, parts):
-    """Every contender of ours, in every stage, has a time: none has an exception."""
+    """Every contender of ours, in every stage, has a time. The fake GPU has neither fla's kernels nor cuDNN."""
     command = ["bash", ROOT / "recipes/benchmarks/gpu.sh", "lease", call, "--out", tmp_path]
     done = subprocess.run(command, env=fake | {"FWP_TINY": "cuda"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,5 +51,5 @@ def test_a_lease_runs_to_its_end(fake, tmp_path, call, parts):
     assert "RecurrentBackward" in launches or call == "3"
     for part in parts.split():
         rows = list(csv.reader((tmp_path / f"gpu_{part}.csv").open()))
-        missed = [row for row in rows if row[3] == "not measured" and not row[2].endswith(", fla")]
+        missed = [row for row in rows if row[3] == "not measured" and ", fla" not in row[2] and "cuDNN" not in row[5]]
         assert missed == [] and len(rows) > 8
