@@ -91,18 +91,23 @@ def _load_and_check(device: str) -> Faults:
     known = read_faults(library)
     if name not in known:
         with locked(library.parent):
-            known = read_faults(library)  # by another process, while this one waited
-            try:
-                known = known if name in known else known | {name: _check_apart(device)}
-            except RuntimeError as error:
-                said = f"the kernels are used on {device} without a check, which another process could not make"
-                warnings.warn(f"{said}: {error}", RuntimeWarning, stacklevel=7)
-                return {}
-            with contextlib.suppress(OSError):  # if it cannot be written, each process checks
-                part = library.with_name(f"checked.{os.getpid()}")
-                part.write_text(json.dumps({"library": _digest(library), "faults": known}, indent=1), encoding="utf-8")
-                os.replace(part, library.with_name("checked.json"))
+            known = read_faults(library)
+            if name not in known:  # no other process has checked it while this one waited
+                try:
+                    known[name] = _check_apart(device)
+                except RuntimeError as error:
+                    said = f"the kernels are used on {device} without a check, which another process could not make"
+                    warnings.warn(f"{said}: {error}", RuntimeWarning, stacklevel=7)
+                    return {}
+                _write_faults(library, known)
     return _faults.setdefault(device, known[name])
+
+
+def _write_faults(library: Path, known: dict[str, Faults]) -> None:
+    with contextlib.suppress(OSError):  # if it cannot be written, each process checks
+        part = library.with_name(f"checked.{os.getpid()}")
+        part.write_text(json.dumps({"library": _digest(library), "faults": known}, indent=1), encoding="utf-8")
+        os.replace(part, library.with_name("checked.json"))
 
 
 def _digest(library: Path) -> str:

@@ -94,6 +94,11 @@ def resume(path):
     return Record(Record.read(path).rows if path.exists() else (), path)
 
 
+def ours(form, dtype):
+    """Return the name of our contender."""
+    return f"{form}, kernel" + ", float32" * (dtype == SINGLE)
+
+
 def seconds_of(call):
     of_cpu = Timer("call()", globals={"call": call})
     return triton.testing.do_bench(call, return_mode="median") / 1e3 if ON_GPU else of_cpu.timeit(1).median
@@ -186,11 +191,8 @@ class Session:
     def kernels(self, forms, dtype):
         """Record the time of every kernel of forward + backward."""
         for form, shape in itertools.product(forms, SHAPES):
-            name = f"{form}, kernel" + ", float32" * (dtype == SINGLE)
-            tensors = inputs.leaves(form, shape, dtype, DEVICE)
-            gradient = inputs.gradient_of_out(shape, dtype, DEVICE)
-            step = partial(inputs.training_step, inputs.call(form), tensors, gradient)
-            if call := self.attempt(shape, TRAINING, name, lambda step=step: step):
+            name, build = ours(form, dtype), partial(inputs.training, inputs.call(form), form, shape, dtype, DEVICE)
+            if call := self.attempt(shape, TRAINING, name, build):
                 self.split(shape, TRAINING, name, call)
 
     def operators(self, stage, forms, dtype, late=None):
@@ -201,19 +203,18 @@ class Session:
             # Where only its backward pass is refused, the first call has compiled the forward pass.
             if reason and (stage == TRAINING or "TimeoutError" in reason):
                 raise RuntimeError(f"its first call: {reason}")
-            tensors = inputs.leaves(form, shape, dtype, DEVICE)
             if stage == TRAINING:
-                gradient = inputs.gradient_of_out(shape, dtype, DEVICE)
-                return partial(inputs.training_step, function, tensors, gradient)
+                return inputs.training(function, form, shape, dtype, DEVICE)
+            tensors = inputs.leaves(form, shape, dtype, DEVICE)
             state = [torch.randn(*shape[:2], *shape[3:], device=DEVICE)] if stage == STEP else []
             return torch.no_grad()(partial(function, *tensors, *state))
 
         for shape, form in itertools.product([STEP_SHAPE] if stage == STEP else SHAPES, forms):
-            found = {f"{form}, kernel" + ", float32" * (dtype == SINGLE): (inputs.call(form), form)}
-            if dtype == HALF and stage != STEP and form == "delta":
-                found |= ATTENTION
             if late is not None:
                 found = {f"{form}, fla": (inputs.call(form, "fla"), form)}
+            else:
+                with_attention = dtype == HALF and stage != STEP and form == "delta"
+                found = {ours(form, dtype): (inputs.call(form), form)} | (ATTENTION if with_attention else {})
             calls = {x: self.attempt(shape, stage, x, partial(build, shape, x, *found[x])) for x in found}
             self.take_turns(shape, stage, calls)
             for name in [x for x, call in calls.items() if call and stage == TRAINING and x != SDPA]:
@@ -282,8 +283,7 @@ def work(path, end, method, *args):
 def first_call(form, shape):
     """Compile fla's kernels. The choice of the fastest is not kept, because other processes use the GPU now."""
     os.environ["FLA_CACHE_RESULTS"] = "0"
-    tensors, gradient = inputs.leaves(form, shape, HALF, DEVICE), inputs.gradient_of_out(shape, HALF, DEVICE)
-    inputs.training_step(inputs.call(form, "fla"), tensors, gradient)
+    inputs.training(inputs.call(form, "fla"), form, shape, HALF, DEVICE)()
 
 
 def run(jobs, seconds, at_once=1):
@@ -330,9 +330,7 @@ def check_apart(paths, end):
     """Check each rule in a program of its own, because a kernel may never end; return why some have failed."""
     code = "import sys, gpu; gpu.work(gpu.Path(sys.argv[1]), float(sys.argv[2]), 'check', sys.argv[3])"
     start = [sys.executable, "-W", "ignore", "-c", code]
-    folders = [*map(str, (ROOT, ROOT / "tests")), *filter(None, [os.environ.get("PYTHONPATH")])]
-    where = {"cwd": HERE, "env": os.environ | {"PYTHONPATH": os.pathsep.join(folders)}}
-    pipe = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, **where}
+    pipe = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     running = {rule: subprocess.Popen([*start, path, str(end), rule], **pipe) for rule, path in paths.items()}
     failed = {}
     for rule, process in running.items():

@@ -4,6 +4,8 @@ Shapes (B, H, L, Dk, Dv). Inputs are as the layers leave them: keys and queries 
 and decays near one.
 """
 
+from functools import partial
+
 import torch
 from torch.nn.functional import normalize
 
@@ -96,6 +98,11 @@ def step(form, tensors, state, backend="kernel"):
 
 def training_step(function, inputs, gradient):
     return torch.autograd.grad(function(*inputs), inputs, gradient)
+
+
+def training(function, form, shape, dtype=torch.float32, device="cpu"):
+    """Return a call without arguments: forward + backward of a function on a form's inputs."""
+    return partial(training_step, function, leaves(form, shape, dtype, device), gradient_of_out(shape, dtype, device))
 
 
 def products(size):

@@ -1,4 +1,4 @@
-"""What a command writes is complete or not there, where links lead, and named by one sentence if it cannot be."""
+"""The output of a command is complete or not there, where links lead, and named by one sentence if it cannot be."""
 
 import argparse
 import errno

@@ -6,6 +6,7 @@ The benchmark of a GPU runs on the CPU at tiny sizes.
 import contextlib
 import importlib
 import multiprocessing
+import os
 import runpy
 import shutil
 import sys
@@ -22,6 +23,7 @@ from fairseq_fwp import ops
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 BENCHMARKS = RECIPES / "benchmarks"
+PYTHONPATH = os.pathsep.join(map(str, (ROOT, BENCHMARKS, ROOT / "tests")))  # as gpu.sh sets it
 SHAPE, TRAINING, SDPA = "(1, 2, 24, 8, 8)", "forward + backward", "scaled_dot_product_attention"
 
 
@@ -187,6 +189,7 @@ def out(tmp_path_factory):
         importlib.import_module("fairseq.trainer")
         small = load("inputs").leaves("delta", (1, 1, 3, 4, 4))
         load("inputs").training_step(ops.delta_rule, small, [torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 4, 4)])
+        patch.setenv("PYTHONPATH", PYTHONPATH)
         patch.setattr(gpu.self_check, "find_faults", one_fault)
         patch.setattr(subjects, "WITH_KERNEL", ["delta", "delta_product"])
         for part in ("check", "kernels", "measure", "models", "laws"):
@@ -273,6 +276,7 @@ def test_the_check_of_every_rule(load, out):
 def test_a_check_that_does_not_end_is_the_only_one_to_blame(load, monkeypatch, tmp_path):
     gpu = load("gpu")
     monkeypatch.setenv("FWP_TINY", "cpu")
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setattr(gpu, "GRACE", 0)
     assert gpu.check_apart({"sum": tmp_path / "sum"}, time.monotonic()) == {"sum": "it did not end in time"}
     found = gpu.check_apart({"sum": tmp_path / "sum", "never": tmp_path / "never"}, time.monotonic() + 99)
