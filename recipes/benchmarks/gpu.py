@@ -53,7 +53,9 @@ FORMS = (*FIRST, *(form for form in inputs.FORMS if form not in (*FIRST, "fwm"))
 # Shapes (B, H, L, Dk, Dv), and the least ratio of fla's time to ours for delta.
 GOALS = {(96, 8, 256, 16, 16): 3, (56, 8, 384, 32, 32): 3, (8, 16, 4096, 64, 64): 2.5, (1, 16, 32768, 128, 128): 2}
 SHAPES = (*GOALS, (1, 16, 8192, 128, 128), (1, 32, 8192, 128, 128))
-LONG = 2048  # tokens from which kernels have segments: then out of all tokens is compared, not only of the first 256
+# Numbers of tokens with which kernels have segments, and a loop ends in time: then out of all tokens is compared, not only
+# of the first 256.
+LONG = range(2048, 8193)
 ROOT = HERE.parents[1]
 DEVICE, ROUNDS, RATE = "cuda", 3, 8192  # RATE: rows of the matrices copied and multiplied
 STEP_SHAPE, CONTEXTS, SPARE = (32, 16, 1, 64, 64), (1, 1024, 16384, 65536), 1000  # SPARE: most steps after a context
@@ -71,8 +73,8 @@ DTYPES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.
 CHECKED = [(2, 3, 37, 17, 33), (1, 2, 70, 16, 16), (2, 1, 95, 32, 40), (1, 2, 77, 64, 64), (1, 1, 70, 128, 128)]
 SEGMENTS = [(1, 1, 2100, 16, 160), (1, 2, 2100, 64, 64), (1, 1, 2100, 128, 128)]
 if "FWP_TINY" in os.environ:  # the tests of this script, on this device
-    DEVICE, ROUNDS, RATE, LONG, SAMPLES, TOKENS, WORDS = os.environ["FWP_TINY"], 2, 64, 16, (2, 2), (16, 16), 1000
-    SHAPES, STEP_SHAPE, CONTEXTS = ((1, 2, 24, 8, 8),), (2, 2, 1, 8, 8), (1, 9)
+    DEVICE, ROUNDS, RATE, SAMPLES, TOKENS, WORDS = os.environ["FWP_TINY"], 2, 64, (2, 2), (16, 16), 1000
+    SHAPES, STEP_SHAPE, CONTEXTS, LONG = ((1, 2, 24, 8, 8),), (2, 2, 1, 8, 8), (1, 9), range(16, 32)
     TESTS = (TESTS[0], "-k", "extra_memory")
     LEASE = {call: {part: 9 * seconds for part, seconds in parts.items()} for call, parts in LEASE.items()}
     CHECKED, SEGMENTS, MODELS, DECODED = [(1, 2, 35, 8, 8)], [], MODELS[::8], DECODED[:1]
@@ -86,7 +88,7 @@ FORKS.set_forkserver_preload(PRELOADED)
 with suppress(ImportError):
     import triton.testing  # its times are in milliseconds; it also tries hundreds of configurations of fla's kernels
 
-    triton.testing.do_bench = partial(triton.testing.do_bench, warmup=5, rep=20)
+    triton.testing.do_bench = partial(triton.testing.do_bench, warmup=2, rep=10)
 
 
 def resume(path):
@@ -101,7 +103,7 @@ def ours(form, dtype):
 
 def seconds_of(call):
     of_cpu = Timer("call()", globals={"call": call})
-    return triton.testing.do_bench(call, return_mode="median") / 1e3 if ON_GPU else of_cpu.timeit(1).median
+    return triton.testing.do_bench(call, warmup=5, rep=20, return_mode="median") / 1e3 if ON_GPU else of_cpu.timeit(1).median
 
 
 class Session:
@@ -219,7 +221,7 @@ class Session:
             self.take_turns(shape, stage, calls)
             for name in [x for x, call in calls.items() if call and stage == TRAINING and x != SDPA]:
                 with suppress(RuntimeError):  # such as too little memory for float64: errors stop nothing
-                    errors = inputs.errors(*found[name], shape, dtype, DEVICE, whole=shape[2] >= LONG)
+                    errors = inputs.errors(*found[name], shape, dtype, DEVICE, whole=shape[2] in LONG)
                     self.record.add(shape, stage, name, [errors.pop("out of all tokens", math.nan)], ERROR_OF_ALL)
                     self.record.add(shape, stage, name, [torch.tensor([*errors.values()]).max().item()], ERROR)
             if ON_GPU:
@@ -373,7 +375,8 @@ def measure(path, seconds, end):
     widest_first = sorted(SHAPES, key=lambda shape: -shape[3])
     calls = {(form, shape): (first_call, form, shape) for shape in widest_first for form in WITH_FLA}
     late = run(calls, min(FIRST_CALLS * seconds, end - time.monotonic()), os.cpu_count())
-    jobs = {f"{stage}, fla": ("operators", stage, WITH_FLA, HALF, late) for stage in (TRAINING, FORWARD)}
+    jobs = {f"{form}, fla": ("operators", TRAINING, [form], HALF, late) for form in WITH_FLA}
+    jobs |= {f"{FORWARD}, fla": ("operators", FORWARD, WITH_FLA, HALF, late)}
     go_on(path, JOB * seconds, end, jobs)
 
 
