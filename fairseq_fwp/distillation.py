@@ -28,7 +28,7 @@ from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.evaluation.scoring import kl_divergence
-from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.options import option
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"

@@ -13,9 +13,10 @@ from fairseq.data import Dictionary
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fairseq_fwp.convert import SOURCES, files
+from fairseq_fwp.checks import check
+from fairseq_fwp.convert import SOURCES, checkpoint
+from fairseq_fwp.convert.conversion import Options
 from fairseq_fwp.models.decoder import DecoderState
-from fairseq_fwp.modules.layers import check
 
 
 def load(
@@ -33,9 +34,9 @@ def load(
     check(source in SOURCES, f"source must be one of {', '.join(SOURCES)}, got {source!r}")
     kind, weights, given = SOURCES[source], Path(path), None if dictionary is None else Path(dictionary)
     tensors, saved = kind.read(weights)
-    conversion = kind.convert(tensors, kind.words(weights, given), files.Options(saved))
+    conversion = kind.convert(tensors, kind.words(weights, given), Options(saved))
     check(isinstance(conversion.words, list), f"{path} must be a language model, got {conversion.arch}: translation")
-    return PretrainedModel(files.build(conversion).float())
+    return PretrainedModel(checkpoint.build(conversion).float())
 
 
 class PretrainedModel(nn.Module):

@@ -44,9 +44,11 @@ import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import make_parser, one_sentence, start_logging
 from fairseq_fwp.cli.loading import import_plugin
 from fairseq_fwp.convert import SOURCES, TARGETS
-from fairseq_fwp.convert.files import CHECKPOINT, DICTIONARY, FLAGS, Conversion, Options, check, dictionaries
+from fairseq_fwp.convert.checkpoint import CHECKPOINT, FLAGS, check, dictionaries
+from fairseq_fwp.convert.conversion import Conversion, Options
 from fairseq_fwp.convert.folder import CONFIG, WEIGHTS
 from fairseq_fwp.convert.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
+from fairseq_fwp.convert.vocabulary import DICTIONARY
 
 OPTIONS = {name: option for source in SOURCES.values() for name, option in source.options.items()}
 # The arguments that are neither such options of a training script nor of the new attention.

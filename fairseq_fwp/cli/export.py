@@ -27,7 +27,7 @@ from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging
-from fairseq_fwp.convert.files import new_folder
+from fairseq_fwp.convert.checkpoint import new_folder
 from fairseq_fwp.interop.onnx import OPSET, Entry, to_onnx, translation_to_onnx
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel

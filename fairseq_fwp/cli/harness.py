@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fairseq_fwp
 from fairseq_fwp.cli import one_sentence
-from fairseq_fwp.modules.layers import faster_linear
+from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.patches.training import system_reason
 
 try:

@@ -20,8 +20,8 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from torch import Tensor
 
-from fairseq_fwp.convert import files, folder
-from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tensors
+from fairseq_fwp.convert import checkpoint, folder, vocabulary
+from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, Tensors
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
@@ -73,7 +73,7 @@ def read(
     path: Path, models: Sequence[str], defaults: FairseqDataclass | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the weights of one of these models, and its settings with defaults. Raises ValueError for other files."""
-    loaded, found = files.load(path, EXPORT), ""
+    loaded, found = checkpoint.load(path, EXPORT), ""
     state: Any = loaded if isinstance(loaded, dict) else {}
     weights, settings, cfg = (state.get(name) for name in ("model", "args", "cfg"))
     of_model = cfg.get("model") if isinstance(cfg, dict) else None
@@ -120,7 +120,7 @@ def check_vocabulary(tensors: Mapping[str, Tensor], words: int, side: str, said:
 
 def with_same_words(conversion: Conversion, options: Options) -> Conversion:
     """Return the conversion. Raises ValueError if the training had other words, where the checkpoint tells them."""
-    if words := other_words(files.make_task(conversion), options.get(KEY, {})):
+    if words := other_words(checkpoint.make_task(conversion), options.get(KEY, {})):
         raise ValueError(f"the vocabulary must be {words}: give the dict.txt of the training with --vocabulary")
     return conversion
 
@@ -231,7 +231,7 @@ def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> C
 def words_of_languages(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
     """The words of every language that has a dict.LANGUAGE.txt in the given folder, or else next to the checkpoint."""
     folder = given or checkpoint.parent
-    found = {path.name.split(".")[1]: files.read_dictionary(path) for path in sorted(folder.glob("dict.*.txt"))}
+    found = {path.name.split(".")[1]: vocabulary.read_dictionary(path) for path in sorted(folder.glob("dict.*.txt"))}
     if not found:
         raise ValueError(f"{folder} must hold dict.LANGUAGE.txt: give the folder of the training with --vocabulary")
     return found
@@ -278,9 +278,9 @@ LM = Source(
     {},
     partial(read, models=["transformer_lm"], defaults=TransformerLanguageModelConfig()),
     convert_lm,
-    files.dictionary_words,
+    vocabulary.dictionary_words,
 )
-FWP_LM = Source({}, read_ours, keep, files.dictionary_words)
+FWP_LM = Source({}, read_ours, keep, vocabulary.dictionary_words)
 TRANSLATION = Source(
     {name: Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES},
     partial(read, models=["transformer", "fwp_transformer"]),

@@ -16,8 +16,10 @@ from fairseq.data import Dictionary
 from torch import Tensor
 
 from fairseq_fwp.convert import folder
-from fairseq_fwp.convert.files import Conversion, Options, Source, Tensors, arrange, check
+from fairseq_fwp.convert.checkpoint import check
+from fairseq_fwp.convert.conversion import Conversion, Options, Source, Tensors
 from fairseq_fwp.convert.folder import CONFIG
+from fairseq_fwp.convert.vocabulary import arrange
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import MODERN, RWKV7

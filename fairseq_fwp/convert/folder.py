@@ -15,7 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fairseq_fwp.convert.files import DICTIONARY, Conversion, build, dictionaries, make_task, new_folder
+from fairseq_fwp.convert.checkpoint import build, dictionaries, make_task, new_folder
+from fairseq_fwp.convert.conversion import Conversion
+from fairseq_fwp.convert.vocabulary import DICTIONARY
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

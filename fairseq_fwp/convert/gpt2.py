@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.convert import folder
-from fairseq_fwp.convert.files import Conversion, Options, Source, Tensors, arrange
+from fairseq_fwp.convert.conversion import Conversion, Options, Source, Tensors
 from fairseq_fwp.convert.folder import CONFIG
+from fairseq_fwp.convert.vocabulary import arrange
 from fairseq_fwp.modules.attention import SOFTMAX
 
 NAME = "GPT-2"

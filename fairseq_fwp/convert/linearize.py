@@ -18,7 +18,9 @@ from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from fairseq_fwp.convert.files import SEED, Conversion, Option, build, build_empty, make_task
+from fairseq_fwp.checks import look_up
+from fairseq_fwp.convert.checkpoint import SEED, build, build_empty, make_task
+from fairseq_fwp.convert.conversion import Conversion, Option
 from fairseq_fwp.evaluation.scoring import kl_divergence
 from fairseq_fwp.models.attention_options import AttentionOptions, attention_name, build_attention, flag
 from fairseq_fwp.models.decoder import initialize
@@ -27,7 +29,6 @@ from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformer
 from fairseq_fwp.models.translation_layers import CausalAttention
 from fairseq_fwp.modules.attention import SOFTMAX, LinearAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.layers import look_up
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.convert import transformer_xl as xl
-from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tensors, arrange, given_words
+from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, Tensors
+from fairseq_fwp.convert.vocabulary import arrange, given_words
 
 OPTIONS = {
     **xl.OPTIONS,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairseq_fwp.convert.files import Tensors
+from fairseq_fwp.convert.conversion import Tensors
 
 EXPORT = (
     'make one where TensorFlow is installed with: python -c "import numpy, tensorflow as tf; c = '

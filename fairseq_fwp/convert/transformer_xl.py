@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fwp.convert import files, tensorflow_xl
-from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tensors, Vocabulary
+from fairseq_fwp.convert import checkpoint, tensorflow_xl, vocabulary
+from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, Tensors
+from fairseq_fwp.convert.vocabulary import Vocabulary
 from fairseq_fwp.modules.attention import SOFTMAX
 
 OPTIONS = {
@@ -64,7 +65,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def read_state_dict(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A state dict, and the options of its training. Raises ValueError for any other file."""
-    loaded = files.load(path, EXPORT)
+    loaded = checkpoint.load(path, EXPORT)
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(f"{path} must be a state dict of named tensors, got other objects: {EXPORT}")
     return loaded, read_saved(path.parent)
@@ -90,7 +91,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     if attn_type not in (0, 1, 2, 3):
         raise ValueError(f"--attn_type must be 0, 1, 2 or 3 for Transformer-XL, got {attn_type}")
     convert_type = convert_relative if attn_type in (0, 1) else convert_absolute
-    return convert_type(Tensors(tensors), files.arrange(words), options)
+    return convert_type(Tensors(tensors), vocabulary.arrange(words), options)
 
 
 def convert_relative(tensors: Tensors, vocabulary: Vocabulary, options: Options) -> Conversion:
@@ -310,4 +311,4 @@ def take_words(tensors: Tensors, vocabulary: Vocabulary) -> dict[str, Tensor]:
     return found
 
 
-SOURCE = Source(OPTIONS, read, convert, files.given_words)
+SOURCE = Source(OPTIONS, read, convert, vocabulary.given_words)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fairseq_fwp.evaluation.dynamic import DynamicRule, DynamicScorer, measure
 from fairseq_fwp.evaluation.scoring import Scorer, StreamScorer, WindowScorer, score
 from fairseq_fwp.evaluation.windows import Text, Window, batches, document_windows
-from fairseq_fwp.modules.layers import faster_linear
+from fairseq_fwp.modules.onednn import faster_linear
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY, register_model
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.fast_weight_layer.layer import GRADIENTS_AT, FastWeightLayer
 from fairseq_fwp.fast_weight_layer.update import FAST_WEIGHTS, FastWeightLayerState
 from fairseq_fwp.models import presets
@@ -23,7 +24,6 @@ from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageM
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
 from fairseq_fwp.models.language_model import fill_in_defaults
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax
-from fairseq_fwp.modules.layers import check
 from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)

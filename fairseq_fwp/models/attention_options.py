@@ -20,12 +20,12 @@ from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
+from fairseq_fwp.checks import check, look_up
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
 from fairseq_fwp.modules.attention.base import head_size
 from fairseq_fwp.modules.attention.fast_weight import OUTPUT_GATES
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, Division, SumNormalization
 from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS, FeatureMap
-from fairseq_fwp.modules.layers import check, look_up
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
 

@@ -15,21 +15,18 @@ from fairseq.models import FairseqIncrementalDecoder
 from omegaconf import II
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES
 from fairseq_fwp.modules.attention.base import detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
+from fairseq_fwp.modules.decoder_layer import DecoderLayer, LayerState
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import resample
-from fairseq_fwp.modules.layers import (
-    DecoderLayer,
-    Dropout,
-    LayerState,
-    at_least_float32,
-    check,
-    faster_linear,
-    layer_norm,
-)
+from fairseq_fwp.modules.layer_norm import layer_norm
+from fairseq_fwp.modules.onednn import faster_linear
+from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
@@ -125,7 +122,7 @@ STATES: set[Any] = {
     *(state for attention in ATTENTIONS.values() for state in attention.states),
 }
 # A checkpoint in mid-epoch holds the state of its streams, under the class names of its time.
-torch.serialization.add_safe_globals([*STATES, *FORMER_NAMES])
+torch.serialization.add_safe_globals([*STATES, *FORMER_NAMES, (LayerState, "fairseq_fwp.modules.layers.LayerState")])
 # Models saved by torch.export.save take and return these states.
 for _state in STATES:
     torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_state.__name__}")

@@ -9,6 +9,7 @@ from typing import Any, Optional
 from fairseq.models import register_model
 from torch import nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import (
     AttentionOptions,
     add_choices,
@@ -22,8 +23,8 @@ from fairseq_fwp.models.attention_options import (
 from fairseq_fwp.models.decoder import DecoderConfig, LanguageModelDecoder, check_probability
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.layers import Dropout, check
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.options import option
 

@@ -23,6 +23,7 @@ from fairseq.models.transformer import base_architecture as transformer_architec
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import (
     LINEAR,
     AttentionOptions,
@@ -35,7 +36,7 @@ from fairseq_fwp.models.language_model import TrainedModel, warn_of_unused
 from fairseq_fwp.models.translation_layers import FwpDecoderLayer, FwpEncoderLayer, SequenceAttention, SourceMemory
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX, LinearAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
-from fairseq_fwp.modules.layers import check, faster_linear
+from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.modules.positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option

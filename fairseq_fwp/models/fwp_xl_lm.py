@@ -12,13 +12,13 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import SIZES, naming_flags
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.attention.base import check_heads
 from fairseq_fwp.modules.attention.relative import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
-from fairseq_fwp.modules.layers import check
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions
 from fairseq_fwp.options import option
 

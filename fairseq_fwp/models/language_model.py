@@ -10,7 +10,7 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.models import BaseFairseqModel, FairseqLanguageModel
 from omegaconf import OmegaConf
 
-from fairseq_fwp.modules.layers import check
+from fairseq_fwp.checks import check
 from fairseq_fwp.options import as_given, plain
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from fairseq.models import FairseqIncrementalDecoder
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import (
     LINEAR,
     AttentionOptions,
@@ -23,7 +24,6 @@ from fairseq_fwp.models.attention_options import (
 from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeightState, LinearAttention
 from fairseq_fwp.modules.attention.base import check_heads, reorder
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import check
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 IncrementalState: TypeAlias = dict[str, Any] | None

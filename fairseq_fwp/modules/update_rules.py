@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.layers import at_least_float32, check, look_up
+from fairseq_fwp.checks import check, look_up
+from fairseq_fwp.ops.arguments import at_least_float32
 
 
 class Gate(NamedTuple):

@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, Results, Shape, for_heads, outer, retrieve, state_dtype
+from .arguments import (
+    PER_KEY,
+    PER_TOKEN,
+    PER_VALUE,
+    Results,
+    Shape,
+    at_least_float32,
+    for_heads,
+    outer,
+    retrieve,
+    state_dtype,
+)
 from .fast_weights import fast_weights
 from .rule import Rule
 
@@ -70,11 +81,6 @@ def sum_rule(memory: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return memory + outer(k, v)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Return x for products and differences that half precision would round."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 def _expect_factors(q: Tensor, *factors: tuple[Tensor, tuple[int, ...]]) -> None:
     """Refuse gates whose product would broadcast or change its dtype, which the operator would not see."""
     if any(x.shape != shape or x.dtype not in (q.dtype, state_dtype(q.dtype)) for x, shape in factors):
@@ -82,7 +88,7 @@ def _expect_factors(q: Tensor, *factors: tuple[Tensor, tuple[int, ...]]) -> None
 
 
 def _gated(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, **rest: Any) -> Results:
-    return fast_weights(q, k, v, decay=gate, rate=torch.rsub(_wide(gate), 1), **rest)
+    return fast_weights(q, k, v, decay=gate, rate=torch.rsub(at_least_float32(gate), 1), **rest)
 
 
 @rule(_gated, gate=(PER_TOKEN,))
@@ -264,7 +270,7 @@ def _rwkv7(
     if decay.dim() != 4:  # the operator takes a decay per head too
         raise ValueError(f"rwkv7_rule: decay must have shape (B, H, L, Dk), got {tuple(decay.shape)}")
     _expect_factors(q, (removal_key, removal_key.shape), (removal_rate, removal_key.shape))
-    key = _wide(removal_key)
+    key = at_least_float32(removal_key)
     return fast_weights(q, k, v, decay=decay, removal_key=key, removal=removal_rate * key, **rest)
 
 
@@ -329,7 +335,7 @@ def _gdn2(
     _expect_factors(q, (decay, decay.shape), (erase, (*v.shape[:3], k.shape[3])), (write, v.shape))
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError("gdn2_rule: q, k and v must have the same dtype")
-    dtype, (q, k, v, decay) = v.dtype, map(_wide, (q, k, v, decay))
+    dtype, (q, k, v, decay) = v.dtype, map(at_least_float32, (q, k, v, decay))
     key = for_heads(k, v.shape[1])
     removal_key = erase * key * (decay if decay.dim() == 4 else decay.unsqueeze(-1))
     rest: dict[str, Any] = {"removal_key": removal_key, "removal": key, "state": state, "first": first}

@@ -20,6 +20,7 @@ from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import (
     CAUSAL,
     MemoryOptions,
@@ -36,7 +37,6 @@ from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.models.presets import register
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
-from fairseq_fwp.modules.layers import check
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
 from fairseq_fwp.synthetic.memory import FastWeightMemory, SoftmaxMemory

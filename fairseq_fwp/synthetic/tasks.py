@@ -12,8 +12,8 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import flag
-from fairseq_fwp.modules.layers import check
 from fairseq_fwp.options import option
 from fairseq_fwp.synthetic.data import PROBLEMS, Associations, GeneratedSequences, ProblemSequences, Setting
 

@@ -14,7 +14,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 
-from fairseq_fwp.modules.layers import check
+from fairseq_fwp.checks import check
 from fairseq_fwp.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.streams import StreamIterator, Streams

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fairseq_fwp.modules.layers import check
+from fairseq_fwp.checks import check
 
 State = TypeVar("State")
 

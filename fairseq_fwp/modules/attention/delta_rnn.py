@@ -14,7 +14,7 @@ from fairseq_fwp.modules.attention.base import Attention, reset
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.ops.arguments import at_least_float32
 
 
 class DeltaRnnState(NamedTuple):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
+from fairseq_fwp.checks import check, look_up
 from fairseq_fwp.modules.attention.base import Attention, head_size, scores_are_cheaper
 from fairseq_fwp.modules.attention.convolution import ShortConvolution
 from fairseq_fwp.modules.attention.normalization import (
@@ -21,8 +22,9 @@ from fairseq_fwp.modules.attention.normalization import (
     fit_normalizations,
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32, check, layer_norm, look_up
+from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.update_rules import Gate, MambaDecay, find_rule, unit_length
+from fairseq_fwp.ops.arguments import at_least_float32
 
 OUTPUT_GATES = {"none": None, "silu": F.silu, "sigmoid": torch.sigmoid}
 

@@ -13,7 +13,7 @@ from fairseq_fwp.modules.attention.base import Attention, check_heads, scores_ar
 from fairseq_fwp.modules.attention.fast_weight import FastWeightState
 from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.ops.arguments import at_least_float32
 
 
 class LinearAttention(Attention):

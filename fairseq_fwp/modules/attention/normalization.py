@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32, check
 from fairseq_fwp.modules.update_rules import UpdateRule
+from fairseq_fwp.ops.arguments import at_least_float32, state_dtype
 
 # DPFP can map a vector to zero: it stays zero, and neither writes nor reads. fast-transformers adds 1e-6 to z . q,
 # the paper's public code 1e-5.
@@ -145,7 +146,7 @@ def running_sum(k: Tensor, z: Tensor | None = None, first: Tensor | None = None)
 
     z: z_0 (B, H, Dk), None = zeros. Clone the last sum to carry it: a slice keeps all of them in memory.
     """
-    wide = torch.promote_types(k.dtype, torch.float32)
+    wide = state_dtype(k.dtype)
     if z is None:
         z = k.new_zeros(k.shape[0], k.shape[1], k.shape[3], dtype=wide)
     if first is None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
+from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.base import Attention, check_heads
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.attention.fast_weight import FastWeightState
-from fairseq_fwp.modules.layers import at_least_float32, check
 from fairseq_fwp.modules.update_rules import rwkv7_decay, unit_length
+from fairseq_fwp.ops.arguments import at_least_float32
 
 # Powers of the first mixtures of receptances, decays, keys, values, rates and gates: see `TokenShift`.
 POWERS = (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)
