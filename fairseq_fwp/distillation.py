@@ -28,6 +28,7 @@ from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.evaluation.scoring import kl_divergence
+from fairseq_fwp.modules.feature_maps import resample
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.options import option
 
@@ -188,10 +189,8 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
 
     Padding does not count. In training, random feature maps are drawn again first, as in the forward pass of a model.
     """
-    for module in model.modules() if model.training else ():
-        draw: Any = getattr(module, "resample", None)
-        if draw is not None:
-            draw()
+    if model.training:
+        resample(model)
     ours, theirs = attentions(model), attentions(teacher)
     if ours.keys() != theirs.keys():
         got = f"got {len(ours)} attentions in the model and {len(theirs)} in the teacher"

@@ -27,11 +27,12 @@ ROOMS = {
     "interop": {"torch", "transformers", "fairseq_fwp.ops"},
     "testing": {"torch", "fairseq_fwp.ops"},
     "modules": {"torch", "fairseq_fwp.checks", "fairseq_fwp.ops"},
+    "decoding": {"torch", "fairseq_fwp.modules"},
     "models": BASE | {"fairseq_fwp.modules", "fairseq_fwp.ops"},
     "fast_weight_layer": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
-    # They only use a model's methods.
-    "evaluation": {"torch", "fairseq_fwp.modules.onednn"},
-    "tasks": BASE,
+    # Of a model they only use what `decoding` names.
+    "evaluation": {"torch", "fairseq_fwp.decoding", "fairseq_fwp.modules.onednn"},
+    "tasks": BASE | {"fairseq_fwp.decoding"},
     "distillation": BASE | {"fairseq_fwp.evaluation", "fairseq_fwp.modules", "fairseq_fwp.ops"},
     "synthetic": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
     "convert": PEOPLE | ABOVE | {"fairseq_fwp.checks", "fairseq_fwp.evaluation", "fairseq_fwp.patches"},

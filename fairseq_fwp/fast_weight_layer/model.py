@@ -121,14 +121,14 @@ class LearningDecoder(LanguageModelDecoder):
         return super().extract_features(tokens, state)
 
     def extract_features(
-        self, tokens: Tensor, state: Any = None, last: int | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
+    ) -> tuple[Tensor, DecoderState]:
         base, layer = split(state)
         x, base = self.extract_inputs(tokens, base)
         y, layer = self._adapt(x, tokens, layer)
         return y if last is None else y[:, y.shape[1] - last :], DecoderState((*base.layers, layer), base.positions)
 
-    def step(self, tokens: Tensor, state: Any, start: int) -> tuple[Tensor, Any]:
+    def step(self, tokens: Tensor, state: DecoderState | None, start: int) -> tuple[Tensor, DecoderState]:
         base, layer = split(state)
         x, base = super().step(tokens, base, start)
         pieces = []

@@ -109,8 +109,8 @@ class DecoderState(NamedTuple):
     def detach(self) -> "DecoderState":
         return DecoderState(detach(self.layers), self.positions)
 
-    def reorder(self, new_order: Tensor) -> "DecoderState":
-        return DecoderState(reorder(self.layers, new_order), reorder(self.positions, new_order))
+    def reorder(self, rows: Tensor) -> "DecoderState":
+        return DecoderState(reorder(self.layers, rows), reorder(self.positions, rows))
 
     def reset(self, rows: Tensor) -> "DecoderState":
         return DecoderState(reset(self.layers, rows), reset(self.positions, rows))
@@ -129,14 +129,12 @@ for _state in STATES:
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):
-    """Embeddings, layers and an adaptive softmax, with fairseq's interface.
+    """Embeddings, layers and an adaptive softmax, with fairseq's interface: a `decoding.StreamingDecoder`.
 
     It continues from a state, and keeps it while decoding. No tensor here grows faster than linearly with the sequence.
     A subclass has `build_attention(cfg, index)`, the attention of a layer, and `build_positions(cfg)`, the absolute
     positions that are added to the embeddings, or None.
 
-    packs_documents: whether `first` can be given, so that a segment holds several documents;
-    carries_state: whether the size of the state has a bound;
     half_loss: whether training scores only the second half of a segment;
     reads_padding: whether tokens may be padding: a graph for another library can do without its masks;
     needs_state: flags without effect if no state is carried over segments, and what happens then.
@@ -211,13 +209,13 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         encoder_out: None = None,
         incremental_state: dict[str, Any] | None = None,
         features_only: bool = False,
-        state: Any = None,
+        state: DecoderState | None = None,
         src_lengths: Tensor | None = None,
         first: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return features (B, L, D) of prev_output_tokens (B, L) for the adaptive softmax, and the new "state".
 
-        state, first: as in `extract_features`. With an incremental_state, which keeps the state from the first call on,
+        state, first: see `StreamingDecoder`. With an incremental_state, which keeps the state from the first call on,
         prev_output_tokens is the whole prefix, as fairseq passes it, and `first` has no effect. Only new tokens are
         read; the first value is their log-probabilities (B, L, V). (fairseq looks for "attn" in the second value.)
         """
@@ -238,17 +236,12 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         return x, {"attn": [None], "state": state, "scored": scored}
 
     def extract_features(
-        self, tokens: Tensor, state: Any = None, last: int | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        """Return features (B, L, D) of a segment of tokens (B, L), read after those of `state`, and the new state.
-
-        state: after earlier tokens, None = no earlier tokens;
-        last: only the features (B, last, D) of the last tokens; the last layer skips work for other tokens;
-        first (B, L): True at tokens that begin a document, so that nothing was read before; None = nowhere.
-        """
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
+    ) -> tuple[Tensor, DecoderState]:
+        """Read a segment, as `StreamingDecoder` says; with `last`, the last layer skips work for other tokens."""
         return self._read(tokens, state, last, first)
 
-    def step(self, tokens: Tensor, state: Any, start: int) -> tuple[Tensor, Any]:
+    def step(self, tokens: Tensor, state: DecoderState | None, start: int) -> tuple[Tensor, DecoderState]:
         """Return the same in incremental decoding, for tokens (B, L) that follow `start` tokens of the prefix."""
         return self._read(tokens, state, decoding=True)
 

@@ -141,20 +141,21 @@ class FwpXlDecoder(LanguageModelDecoder):
         return RelativeAttention(*sizes, positions, window, cfg.attention_dropout)
 
     def extract_features(
-        self, tokens: Tensor, state: Any = None, last: int | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
+    ) -> tuple[Tensor, DecoderState]:
         x, state = self._read(tokens, state, last, first)
         return x, self._remember(state)
 
-    def step(self, tokens: Tensor, state: Any, start: int) -> tuple[Tensor, Any]:
+    def step(self, tokens: Tensor, state: DecoderState | None, start: int) -> tuple[Tensor, DecoderState]:
         pieces = []
         if start == 0:
             state = self._cache(state, tokens)
         for begin, end in self.parts_of_segments(start, tokens.shape[1]):
-            if begin and begin % self.sample_length == 0:
+            if state is not None and begin and begin % self.sample_length == 0:
                 state = self._remember(state)
             x, state = self._read(tokens[:, begin - start : end - start], state)
             pieces.append(x)
+        assert state is not None  # there is one part at least
         return torch.cat(pieces, dim=1), state
 
     def state_size(self, length: int, carried: bool = False) -> int:

@@ -15,6 +15,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 
 from fairseq_fwp.checks import check
+from fairseq_fwp.decoding import streaming
 from fairseq_fwp.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.streams import StreamIterator, Streams
@@ -74,13 +75,14 @@ class FwpLanguageModelingTask(LanguageModelingTask):
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
         """Build the model. Raises ValueError if it has no state to carry."""
         model = super().build_model(args, from_checkpoint)
+        decoder = streaming(model)
         check(
-            getattr(model.decoder, "carries_state", False) or not self.args.carry_state,
+            (decoder and decoder.carries_state) or not self.args.carry_state,
             f"--carry-state needs a model with a state of constant size, got {type(model).__name__} without one: "
             "choose an --arch with fast weights in every layer or with a memory, give softmax layers an "
             "--attention-window, or leave --carry-state out",
         )
-        self.packs_documents = getattr(model.decoder, "packs_documents", False)
+        self.packs_documents = decoder is not None and decoder.packs_documents
         return model
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: Any) -> None:
