@@ -1,11 +1,13 @@
 """The Transformer's layer: an attention and a feed-forward block."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.attention.base import Attention, StateTree
+from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.layer_norm import layer_norm
 
@@ -13,14 +15,14 @@ from fairseq_fwp.modules.layer_norm import layer_norm
 class LayerState(NamedTuple):
     """The state of a layer with a token shift: that of its attention, and the last input of the feed-forward block."""
 
-    attention: Any
+    attention: StateTree
     recent: Tensor
 
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward blocks with residual connections (Vaswani et al. 2017, Sec. 3.1).
 
-    attention: an `Attention`; activation: between the two feed-forward projections; dropout: after each block;
+    activation: between the two feed-forward projections; dropout: after each block;
     activation_dropout: after the activation;
     normalize_before: layer normalisation before each block (pre-norm) instead of after its residual (post-norm);
     rms_norm, norm_epsilon: see `layer_norm`;
@@ -32,7 +34,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        attention: nn.Module,
+        attention: Attention,
         embed_dim: int,
         ffn_embed_dim: int,
         activation: Callable[[Tensor], Tensor],
@@ -42,7 +44,7 @@ class DecoderLayer(nn.Module):
         rms_norm: bool = False,
         norm_epsilon: float = 1e-5,
         swiglu: bool = False,
-        token_shift: nn.Module | None = None,
+        token_shift: TokenShift | None = None,
     ) -> None:
         super().__init__()
         bias = not swiglu and token_shift is None
@@ -60,23 +62,21 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        state: Any = None,
+        state: StateTree = None,
         key_padding_mask: Tensor | None = None,
         last: int | None = None,
         first: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, StateTree]:
         """Return y (B, L, embed_dim), or (B, last, embed_dim), for x (B, L, embed_dim), and the layer's new state.
 
-        first (B, L): True at tokens that begin a document, for an attention that supports it;
-        shared: what layers give to later ones in this pass, for an attention that does.
+        first, shared: as `Attention` takes them.
         """
         recent = None
         if self.token_shift is not None and state is not None:
             state, recent = state
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
-        options = {"shared": shared} if getattr(self.self_attn, "shares", False) else {}
-        y, state = self.self_attn(y, state, key_padding_mask, *(() if first is None else (first,)), **options)
+        y, state = self.self_attn(y, state, key_padding_mask, first, shared)
         if last is not None and self.token_shift is None:
             x, y = x[:, -last:], y[:, -last:]
         x = x + self.dropout(y)

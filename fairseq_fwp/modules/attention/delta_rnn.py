@@ -71,6 +71,7 @@ class DeltaRnn(Attention):
         state: DeltaRnnState | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
+        shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, DeltaRnnState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
         before = None if state is None else FastWeightState(state.weights)

@@ -161,12 +161,18 @@ class RelativeAttention(Attention):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
     def forward(
-        self, x: Tensor, state: Memory | RelativeCache | None = None, key_padding_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Memory | RelativeCache | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+        shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Memory | RelativeCache]:
         """Return y (B, L, D) for x (B, L, D), and the memory followed by x, of the same type as `state`.
 
         key_padding_mask (B, L): True at tokens that other tokens do not attend to and distances do not count.
         """
+        self.refuse_documents(first)
         memory = Memory(x[:, :0]) if state is None else state
         past = self.cache(memory) if isinstance(memory, Memory) else memory
         q, k, v = self._heads(self.in_proj(x)).unbind(0)

@@ -42,7 +42,6 @@ class TimeMix(Attention):
 
     named_as_rule = True
     packs_documents = True
-    shares = True
     states = (FastWeightState,)
 
     def __init__(
@@ -101,7 +100,6 @@ class TimeMix(Attention):
         state: FastWeightState | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
-        *,
         shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, FastWeightState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`.
@@ -124,8 +122,7 @@ class TimeMix(Attention):
             padded = key_padding_mask.unsqueeze(2)
             k, rate, decay = k.masked_fill(padded, 0), rate.masked_fill(padded, 0), decay.masked_fill(padded, 1)
         q, k, v, decay, rate = (self.split_heads(part) for part in (q, k, v, decay, rate))
-        options = {"backend": self.backend} if first is None else {"backend": self.backend, "first": first}
-        out, weights = ops.rwkv7_rule(q, k, v, decay, removal_key, rate, weights, **options)
+        out, weights = ops.rwkv7_rule(q, k, v, decay, removal_key, rate, weights, first=first, backend=self.backend)
         out = self.merge_heads(out).to(x.dtype)
         out = self.read_out_norm(out.flatten(0, 1)).view(out.shape)
         bonus = (q * k * self.bonus.unsqueeze(1)).sum(-1, keepdim=True) * v
