@@ -5,11 +5,13 @@ of a batch, L tokens, D size of a feature.
 """
 
 from collections.abc import Iterator
-from typing import Protocol, TypedDict, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar, cast
 
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax
+
+Sample: TypeAlias = dict[str, Any]  # a batch of fairseq's, by the names that its tasks and criteria read
 
 
 class State(Protocol):

@@ -28,14 +28,14 @@ ROOMS = {
     "testing": {"torch", "fairseq_fwp.ops"},
     "modules": {"torch", "fairseq_fwp.checks", "fairseq_fwp.ops"},
     "decoding": {"torch", "fairseq_fwp.modules"},
-    "models": BASE | {"fairseq_fwp.modules", "fairseq_fwp.ops"},
+    "models": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.modules", "fairseq_fwp.ops"},
     "fast_weight_layer": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
     # Of a model they only use what `decoding` names.
     "evaluation": {"torch", "fairseq_fwp.decoding", "fairseq_fwp.modules.onednn"},
     "tasks": BASE | {"fairseq_fwp.decoding"},
-    "distillation": BASE | {"fairseq_fwp.evaluation", "fairseq_fwp.modules", "fairseq_fwp.ops"},
-    "synthetic": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
-    "convert": PEOPLE | ABOVE | {"fairseq_fwp.checks", "fairseq_fwp.evaluation", "fairseq_fwp.patches"},
+    "distillation": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.evaluation", "fairseq_fwp.modules", "fairseq_fwp.ops"},
+    "synthetic": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
+    "convert": BASE | PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches"},
     "pretrained": BASE | {"fairseq_fwp.convert", "fairseq_fwp.models"},
     "cli": PEOPLE | HARNESS | {"fairseq_fwp"},
 }

@@ -36,7 +36,6 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fairseq.models import ARCH_MODEL_REGISTRY
 
@@ -49,6 +48,7 @@ from fairseq_fwp.convert.conversion import Conversion, Options
 from fairseq_fwp.convert.folder import CONFIG, WEIGHTS
 from fairseq_fwp.convert.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
 from fairseq_fwp.convert.vocabulary import DICTIONARY
+from fairseq_fwp.options import Settings
 
 OPTIONS = {name: option for source in SOURCES.values() for name, option in source.options.items()}
 # The arguments that are neither such options of a training script nor of the new attention.
@@ -85,7 +85,7 @@ def parser(source: str = "fwp-lm") -> argparse.ArgumentParser:
     return made
 
 
-def read_attention(made: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[dict[str, Any], Method] | None:
+def read_attention(made: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Settings, Method] | None:
     """Return the options of the new attention and how it is made, None = softmax stays. Exits where they conflict."""
     given = {name: value for name, value in vars(args).items() if name not in (*OWN, *OPTIONS, *Method._fields)}
     method = Method(*(getattr(args, name) for name in Method._fields))

@@ -13,8 +13,10 @@ from typing import Any, NoReturn
 import torch
 from fairseq import options
 from fairseq.data import Dictionary
+from fairseq.dataclass import FairseqDataclass
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, BaseFairseqModel
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -126,7 +128,7 @@ def parse(flags: list[str], data: Path) -> Namespace:
     return args
 
 
-def configure(flags: list[str], data: Path) -> Any:
+def configure(flags: list[str], data: Path) -> FairseqConfig:
     """Return the configuration that `fairseq-train` builds from flags, in half a second, most of it Hydra's."""
     return convert_namespace_to_omegaconf(parse(flags, data))
 
@@ -147,7 +149,9 @@ def make_task(conversion: Conversion) -> Namespace:
     return Namespace(source_dictionary=source, target_dictionary=target)
 
 
-def build_empty(conversion: Conversion, cfg: Any = None, task: Namespace | None = None) -> Any:
+def build_empty(
+    conversion: Conversion, cfg: FairseqDataclass | None = None, task: Namespace | None = None
+) -> BaseFairseqModel:
     """Return the model with its initial weights; see `build`."""
     if cfg is None:
         args, known = parse(command_line(conversion), Path()), MODEL_DATACLASS_REGISTRY.get(conversion.arch)
@@ -155,7 +159,7 @@ def build_empty(conversion: Conversion, cfg: Any = None, task: Namespace | None 
     return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task or make_task(conversion))
 
 
-def build(conversion: Conversion, cfg: Any = None, task: Namespace | None = None) -> nn.Module:
+def build(conversion: Conversion, cfg: FairseqDataclass | None = None, task: Namespace | None = None) -> nn.Module:
     """Build a model with the weights, in the widest of their dtypes. Raises ValueError if they do not fit.
 
     cfg, task: of the model; None: as the flags say.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.ops.arguments import DTYPES
+from fairseq_fwp.options import Settings
 
 # Words of a language model, or of each language in translation.
 Words = list[str] | dict[str, list[str]]
@@ -32,7 +33,7 @@ class Conversion(NamedTuple):
     """
 
     arch: str
-    flags: dict[str, Any]
+    flags: Settings
     weights: dict[str, Tensor]
     words: Words
     notes: list[str]
@@ -49,16 +50,16 @@ class Source(NamedTuple):
     """
 
     options: dict[str, Option]
-    read: Callable[[Path], tuple[Mapping[str, Tensor], dict[str, Any]]]
+    read: Callable[[Path], tuple[Mapping[str, Tensor], Settings]]
     convert: Callable[[Mapping[str, Tensor], Any, "Options"], Conversion]
     words: Callable[[Path, Path | None], Words]
     arch: str = "fwp_lm"
 
 
-class Options(dict[str, Any]):
+class Options(Settings):
     """The known options of a conversion: given on the command line, or else saved with the checkpoint."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Settings) -> None:
         super().__init__({name: value for name, value in values.items() if value is not None})
 
     def need(self, name: str) -> Any:

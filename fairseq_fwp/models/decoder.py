@@ -5,21 +5,23 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, cast
 
 import torch
 import torch.nn.functional as F
 from fairseq import utils
+from fairseq.data import Dictionary
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder
 from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.checks import check
+from fairseq_fwp.decoding import Sample
 from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES
-from fairseq_fwp.modules.attention.base import detach, reorder, reset
+from fairseq_fwp.modules.attention.base import Attention, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.decoder_layer import DecoderLayer, LayerState
 from fairseq_fwp.modules.dropout import Dropout
@@ -27,7 +29,7 @@ from fairseq_fwp.modules.feature_maps import resample
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.ops.arguments import at_least_float32
-from fairseq_fwp.options import option
+from fairseq_fwp.options import Settings, option
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class DecoderConfig(FairseqDataclass):
 class DecoderState(NamedTuple):
     """The state of the decoder: one state per layer, and the number of tokens (B,) read, without padding."""
 
-    layers: tuple[Any, ...]
+    layers: tuple[StateTree, ...]
     positions: Tensor
 
     def detach(self) -> "DecoderState":
@@ -116,7 +118,7 @@ class DecoderState(NamedTuple):
         return DecoderState(reset(self.layers, rows), reset(self.positions, rows))
 
 
-STATES: set[Any] = {
+STATES: set[type[StateTree]] = {
     DecoderState,
     LayerState,
     *(state for attention in ATTENTIONS.values() for state in attention.states),
@@ -145,7 +147,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     reads_padding = True
     carries_state: bool
 
-    def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
+    def __init__(self, cfg: DecoderConfig, dictionary: Dictionary) -> None:
         super().__init__(dictionary)
         for name in ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers"):
             check(getattr(cfg, name) >= 1, f"{flag(name)} must be at least 1, got {getattr(cfg, name)}")
@@ -199,9 +201,9 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.layer_positions: nn.ModuleList | None = None  # added to the inputs of each layer (Al-Rfou et al. 2019)
 
     @property
-    def attentions(self) -> list[Any]:
+    def attentions(self) -> list[Attention]:
         """The attention of each layer."""
-        return [layer.self_attn for layer in self.layers]
+        return [cast(DecoderLayer, layer).self_attn for layer in self.layers]
 
     def forward(
         self,
@@ -212,7 +214,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         state: DecoderState | None = None,
         src_lengths: Tensor | None = None,
         first: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, Settings]:
         """Return features (B, L, D) of prev_output_tokens (B, L) for the adaptive softmax, and the new "state".
 
         state, first: see `StreamingDecoder`. With an incremental_state, which keeps the state from the first call on,
@@ -289,7 +291,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         return pairwise([start, *range(next_segment, start + length, self.sample_length), start + length])
 
     def get_normalized_probs(
-        self, net_output: tuple[Tensor, dict[str, Any] | None], log_probs: bool, sample: dict[str, Any] | None = None
+        self, net_output: tuple[Tensor, Settings | None], log_probs: bool, sample: Sample | None = None
     ) -> Tensor:
         """Return (log-)probabilities (B, L, V) of `forward`'s output; with a sample, exact only for its targets."""
         first, extra = net_output

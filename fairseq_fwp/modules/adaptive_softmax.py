@@ -153,7 +153,7 @@ class AdaptiveSoftmax(nn.Module):
             if isinstance(projection, nn.Linear):
                 nn.init.normal_(projection.weight, std=PROJECTION_STD)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         bias = state_dict.get(f"{prefix}bias")
         if bias is not None:
             absent = bias.isneginf()

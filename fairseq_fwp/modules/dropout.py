@@ -1,7 +1,5 @@
 """Dropout that fairseq can keep on in evaluation."""
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,7 +19,7 @@ class Dropout(nn.Dropout):
         return F.dropout(input, self.p, self.training or self.retained)
 
     def make_generation_fast_(
-        self, retain_dropout: bool = False, retain_dropout_modules: list[str] | None = None, **kwargs: Any
+        self, retain_dropout: bool = False, retain_dropout_modules: list[str] | None = None, **kwargs: object
     ) -> None:
         """Prepare for generation; fairseq says whether dropout stays on, in the named modules or in all."""
         named = retain_dropout_modules is None or not self.owner_names.isdisjoint(retain_dropout_modules)

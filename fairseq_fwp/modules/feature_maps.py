@@ -187,7 +187,7 @@ class Favor(FeatureMap):
         num_features, head_dim = self.projection.shape
         self.projection = DRAWS[self.draw](num_features, head_dim, generator).to(self.projection)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         projection = state_dict.pop(f"{prefix}projection", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.given = projection is not None

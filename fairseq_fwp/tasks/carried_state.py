@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.decoding import Extra, State
+from fairseq_fwp.decoding import Extra, Sample, State
 
 Result = TypeVar("Result")
 
@@ -28,7 +28,7 @@ class CarriedState:
         self._updated = False
         self._saved: Tensor | None = None
 
-    def step(self, model: nn.Module, sample: dict[str, Any], compute: Callable[[dict[str, Any]], Result]) -> Result:
+    def step(self, model: nn.Module, sample: Sample, compute: Callable[[dict[str, Any]], Result]) -> Result:
         """Return compute(sample); the model gets the state of the sample's streams, and its new state is kept.
 
         If it fails, the old state is kept: after running out of memory, a stream continues without that segment.
@@ -55,7 +55,7 @@ class CarriedState:
         """Record an update of the parameters; call it after each update."""
         self._updated = True
 
-    def _before(self, sample: dict[str, Any]) -> State | None:
+    def _before(self, sample: Sample) -> State | None:
         """Return the state before a batch, None if all its rows start without a state."""
         device = sample["net_input"]["src_tokens"].device
         if self._saved is not None:
