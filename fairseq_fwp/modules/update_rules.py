@@ -229,7 +229,7 @@ def find_rule(name: str) -> UpdateRule:
     check(isinstance(rule, UpdateRule), f"{where} must be an UpdateRule, got {type(rule).__name__}")
     given = isinstance(rule.gates, tuple) and all(isinstance(gate, Gate) for gate in rule.gates)
     check(given, f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
-    names, operator = [gate.name for gate in rule.gates], getattr(rule.operator, "rule", rule.operator)
+    names, operator = [gate.name for gate in rule.gates], rule.operator
     if isinstance(operator, ops.Rule) and names != [*operator.gates]:
         known, got = ", ".join(operator.gates), ", ".join(names) or "none"
         raise ValueError(f"{where}: gates must be those of {operator.name}, in their order: {known}, got {got}")

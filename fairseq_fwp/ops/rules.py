@@ -5,7 +5,6 @@ rule reads with out_t = q_t W_t. Decays are the share that is kept, usually in (
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -27,44 +26,19 @@ from .arguments import (
 from .fast_weights import fast_weights
 from .rule import Rule
 
-Function = Callable[..., Results]
 RULES: list[Rule] = []  # in the order of this page
-OPTIONS = {"first": None, "backend": "auto", "states_after": None}  # by name only, with their defaults
 
 
 def rule(
     family: Callable[..., Results] | None = None, **gates: tuple[Shape, ...]
-) -> Callable[[Callable[..., Tensor]], Function]:
-    """Turn a step into the function of its rule, with the rule's signature for ``help()``. Arguments as of `Rule`."""
+) -> Callable[[Callable[..., Tensor]], Rule]:
+    """Turn a step into the rule of its name. Arguments as of `Rule`."""
 
-    def decorate(step: Callable[..., Tensor]) -> Function:
-        return function_of(Rule(step.__name__, step, gates, family))
+    def decorate(step: Callable[..., Tensor]) -> Rule:
+        RULES.append(Rule(step.__name__, step, gates, family))
+        return RULES[-1]
 
     return decorate
-
-
-def function_of(rule: Rule) -> Function:
-    RULES.append(rule)
-
-    count = 3 + len(rule.gates)
-
-    def call(*arguments: Any, first: Tensor | None = None, backend: str = "auto", **named: Any) -> Results:
-        # The usual forms, without the microseconds that `Rule.__call__` needs to sort its arguments.
-        if len(arguments) == count + 1 and not named:
-            return rule.run(*arguments[:-1], state=arguments[-1], first=first, backend=backend)
-        if len(arguments) == count and named.keys() <= {"state"}:
-            return rule.run(*arguments, **named, first=first, backend=backend)
-        return rule(*arguments, first=first, backend=backend, **named)
-
-    kinds = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
-    parameters = [Parameter(name, kinds[0]) for name in ("q", "k", "v", *rule.gates)]
-    parameters.append(Parameter("state", kinds[0], default=None))
-    parameters += [Parameter(name, kinds[1], default=value) for name, value in OPTIONS.items()]
-    call.__name__ = call.__qualname__ = rule.name
-    call.__doc__, call.__module__ = rule.step.__doc__, __name__
-    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    call.rule = rule  # type: ignore[attr-defined]
-    return call
 
 
 @rule(fast_weights)
