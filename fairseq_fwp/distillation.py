@@ -23,12 +23,16 @@ import torch.nn.functional as F
 from fairseq import checkpoint_utils, metrics, utils
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import BaseFairseqModel
 from fairseq.modules import AdaptiveSoftmax
+from fairseq.tasks import FairseqTask
 from omegaconf import II
 from torch import Tensor, nn
 
+from fairseq_fwp.decoding import Sample
 from fairseq_fwp.evaluation.scoring import kl_divergence
-from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.modules.feature_maps import resample
+from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.options import option
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
@@ -62,7 +66,7 @@ class DistillationCriterion(FairseqCriterion):
 
     def __init__(
         self,
-        task: Any,
+        task: FairseqTask,
         teacher: str,
         distillation: Any = DISTRIBUTION,
         teacher_weight: float = 1.0,
@@ -82,7 +86,9 @@ class DistillationCriterion(FairseqCriterion):
         # In a tuple, so that the teacher is not trained, saved or counted.
         self._teacher = (read_teacher(teacher, task),)
 
-    def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
+    def forward(
+        self, model: BaseFairseqModel, sample: Sample, reduce: bool = True
+    ) -> tuple[Tensor, int, dict[str, Any]]:
         """Return the sum over the tokens, their number, and what is logged."""
         if "state" in sample["net_input"]:
             raise ValueError(CARRIED)
@@ -104,7 +110,7 @@ class DistillationCriterion(FairseqCriterion):
         counts = {"ntokens": tokens, "nsentences": len(sample["target"]), "sample_size": tokens}
         return loss, tokens, {**counts, **log, "loss": loss.data}
 
-    def log_probs(self, model: Any, teacher: Any, sample: dict[str, Any]) -> Iterator[Part]:
+    def log_probs(self, model: BaseFairseqModel, teacher: BaseFairseqModel, sample: Sample) -> Iterator[Part]:
         """Yield what is compared: all words for every token, or the head of the adaptive softmax and then its tails.
 
         A tail is compared only for tokens whose word lies in it, as in the data loss. All tails for all tokens would be
@@ -119,8 +125,10 @@ class DistillationCriterion(FairseqCriterion):
         if isinstance(of_model, AdaptiveSoftmax) and of_its_teacher is None:  # of all words it has no gradient
             raise ValueError("--adaptive-softmax-cutoff must be left out, because the teacher has no adaptive softmax")
 
-        def scores(of: Any, softmax: Any, output: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
-            if of_model is None or of_its_teacher is None:
+        def scores(
+            of: BaseFairseqModel, softmax: AdaptiveSoftmax | None, output: Any
+        ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+            if softmax is None or of_model is None or of_its_teacher is None:
                 return [at_least_float32(of.get_normalized_probs(output, log_probs=True)[kept])], [target]
             parts, targets = softmax(output[0][kept].unsqueeze(0), target)
             return [None if part is None else at_least_float32(part).log_softmax(-1) for part in parts], targets
@@ -160,7 +168,7 @@ class DistillationCriterion(FairseqCriterion):
         return True
 
 
-def read_teacher(path: str, task: Any) -> Any:
+def read_teacher(path: str, task: FairseqTask) -> BaseFairseqModel:
     """Return the model of a checkpoint, in evaluation mode and without gradients."""
     if not path:
         raise ValueError("--teacher must be a checkpoint to learn from, got none")
@@ -188,10 +196,8 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
 
     Padding does not count. In training, random feature maps are drawn again first, as in the forward pass of a model.
     """
-    for module in model.modules() if model.training else ():
-        draw: Any = getattr(module, "resample", None)
-        if draw is not None:
-            draw()
+    if model.training:
+        resample(model)
     ours, theirs = attentions(model), attentions(teacher)
     if ours.keys() != theirs.keys():
         got = f"got {len(ours)} attentions in the model and {len(theirs)} in the teacher"

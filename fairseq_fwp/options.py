@@ -2,12 +2,14 @@
 
 from argparse import Namespace
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeAlias
 
 from omegaconf import OmegaConf
 
+Settings: TypeAlias = dict[str, Any]  # of a model, a task or a file, by their names
 
-def option(default: Any, text: str, **metadata: Any) -> Any:
+
+def option(default: Any, text: str, **metadata: object) -> Any:
     """Return a field with a default and its help text.
 
     same_function: whether trained weights compute the same function with every value.
@@ -15,7 +17,7 @@ def option(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
 
 
-def plain(settings: Any) -> dict[str, Any]:
+def plain(settings: Any) -> Settings:
     """Return the settings of a model by name, enumerations as their words."""
     if isinstance(settings, Namespace):
         return dict(vars(settings))

@@ -6,16 +6,17 @@ They need no data set and no command. `fairseq_fwp.load` is `load` here.
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from fairseq.data import Dictionary
+from fairseq.models import FairseqLanguageModel
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fairseq_fwp.convert import SOURCES, files
+from fairseq_fwp.checks import check
+from fairseq_fwp.convert import SOURCES, checkpoint
+from fairseq_fwp.convert.conversion import Options
 from fairseq_fwp.models.decoder import DecoderState
-from fairseq_fwp.modules.layers import check
 
 
 def load(
@@ -33,9 +34,9 @@ def load(
     check(source in SOURCES, f"source must be one of {', '.join(SOURCES)}, got {source!r}")
     kind, weights, given = SOURCES[source], Path(path), None if dictionary is None else Path(dictionary)
     tensors, saved = kind.read(weights)
-    conversion = kind.convert(tensors, kind.words(weights, given), files.Options(saved))
+    conversion = kind.convert(tensors, kind.words(weights, given), Options(saved))
     check(isinstance(conversion.words, list), f"{path} must be a language model, got {conversion.arch}: translation")
-    return PretrainedModel(files.build(conversion).float())
+    return PretrainedModel(checkpoint.build(conversion).float())
 
 
 class PretrainedModel(nn.Module):
@@ -44,7 +45,7 @@ class PretrainedModel(nn.Module):
     model: with fairseq's interface; dictionary: fairseq's, between words and numbers.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: FairseqLanguageModel) -> None:
         super().__init__()
         self.model = model
         self.dictionary: Dictionary = model.decoder.dictionary
@@ -128,9 +129,10 @@ class PretrainedModel(nn.Module):
         found: str = self.dictionary.string(tokens[tokens != self.dictionary.pad()])
         return found
 
-    def _check_state(self, tokens: Tensor, state: Any) -> None:
+    def _check_state(self, tokens: Tensor, state: object) -> None:
         asked = "state must be None or what this model returned"
-        check(isinstance(state, DecoderState), f"{asked}, got {type(state).__name__}")
+        if not isinstance(state, DecoderState):
+            raise ValueError(f"{asked}, got {type(state).__name__}")
         rows = len(state.positions)
         check(rows == len(tokens), f"state must have as many rows as the tokens, {len(tokens)}, got {rows}")
         found = _shapes(state)
@@ -146,7 +148,7 @@ def _size(size: int | None) -> str:
     return "n" if size is None else str(size)
 
 
-def _shapes(state: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(state: DecoderState) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of a state, by their places."""
     leaves = pytree.tree_flatten_with_path(state)[0]
     return {pytree.keystr(path): tuple(x.shape) for path, x in leaves if x is not None}

@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 CONFIG = {"fairseq", "numpy", "omegaconf", "torch"}
+BASE = CONFIG | {"fairseq_fwp.checks", "fairseq_fwp.options"}
 PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "onnxruntime", "sacrebleu", "safetensors", "tqdm", "yaml"}
 HARNESS = {"lm_eval", "subword_nmt", "tokenizers"}
 ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "synthetic", "tasks", "distillation")}
@@ -18,22 +19,24 @@ ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "synthet
 ROOMS = {
     "__init__": {"fairseq_fwp"},
     "registration": {"fairseq_fwp"},
+    "checks": set(),
     "options": {"omegaconf"},
     "patches": CONFIG | {"bitarray", "fairseq_cli", "fairseq_fwp.options"},
     "kernels": {"torch"},
     "ops": {"torch", "fairseq_fwp.kernels"},
     "interop": {"torch", "transformers", "fairseq_fwp.ops"},
     "testing": {"torch", "fairseq_fwp.ops"},
-    "modules": {"torch", "fairseq_fwp.ops"},
-    "models": CONFIG | {"fairseq_fwp.modules", "fairseq_fwp.options"},
-    "fast_weight_layer": CONFIG | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.options"},
-    # They only use a model's methods.
-    "evaluation": {"torch", "fairseq_fwp.modules.layers"},
-    "tasks": CONFIG | {"fairseq_fwp.modules.layers", "fairseq_fwp.options"},
-    "distillation": CONFIG | {"fairseq_fwp.evaluation", "fairseq_fwp.modules", "fairseq_fwp.options"},
-    "synthetic": CONFIG | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.options"},
-    "convert": PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches"},
-    "pretrained": CONFIG | {"fairseq_fwp.convert", "fairseq_fwp.models", "fairseq_fwp.modules"},
+    "modules": {"torch", "fairseq_fwp.checks", "fairseq_fwp.ops"},
+    "decoding": {"torch", "fairseq_fwp.modules"},
+    "models": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.modules", "fairseq_fwp.ops"},
+    "fast_weight_layer": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
+    # Of a model they only use what `decoding` names.
+    "evaluation": {"torch", "fairseq_fwp.decoding", "fairseq_fwp.modules.onednn"},
+    "tasks": BASE | {"fairseq_fwp.decoding"},
+    "distillation": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.evaluation", "fairseq_fwp.modules", "fairseq_fwp.ops"},
+    "synthetic": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
+    "convert": BASE | PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches"},
+    "pretrained": BASE | {"fairseq_fwp.convert", "fairseq_fwp.models"},
     "cli": PEOPLE | HARNESS | {"fairseq_fwp"},
 }
 

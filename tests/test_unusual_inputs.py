@@ -17,7 +17,7 @@ from operator_fixtures import one_thread  # noqa: F401
 from small_models import make_dictionary
 from subjects import PER_KEY, RULES, check_errors, cotangents, kernel_or_auto, relative_error, results, sample_inputs
 
-from fairseq_fwp.convert.files import configure
+from fairseq_fwp.convert.checkpoint import configure
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import FastWeightAttention
 from fairseq_fwp.modules.attention.base import check_heads

@@ -36,7 +36,6 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fairseq.models import ARCH_MODEL_REGISTRY
 
@@ -44,9 +43,12 @@ import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import make_parser, one_sentence, start_logging
 from fairseq_fwp.cli.loading import import_plugin
 from fairseq_fwp.convert import SOURCES, TARGETS
-from fairseq_fwp.convert.files import CHECKPOINT, DICTIONARY, FLAGS, Conversion, Options, check, dictionaries
+from fairseq_fwp.convert.checkpoint import CHECKPOINT, FLAGS, check, dictionaries
+from fairseq_fwp.convert.conversion import Conversion, Options
 from fairseq_fwp.convert.folder import CONFIG, WEIGHTS
 from fairseq_fwp.convert.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
+from fairseq_fwp.convert.vocabulary import DICTIONARY
+from fairseq_fwp.options import Settings
 
 OPTIONS = {name: option for source in SOURCES.values() for name, option in source.options.items()}
 # The arguments that are neither such options of a training script nor of the new attention.
@@ -83,7 +85,7 @@ def parser(source: str = "fwp-lm") -> argparse.ArgumentParser:
     return made
 
 
-def read_attention(made: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[dict[str, Any], Method] | None:
+def read_attention(made: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Settings, Method] | None:
     """Return the options of the new attention and how it is made, None = softmax stays. Exits where they conflict."""
     given = {name: value for name, value in vars(args).items() if name not in (*OWN, *OPTIONS, *Method._fields)}
     method = Method(*(getattr(args, name) for name in Method._fields))

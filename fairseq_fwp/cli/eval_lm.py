@@ -22,13 +22,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from fairseq.data import Dictionary
 from fairseq.logging.progress_bar import progress_bar
+from fairseq.models import FairseqLanguageModel
+from fairseq.tasks import FairseqTask
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging, write_whole
 from fairseq_fwp.cli.loading import load_text, non_negative, positive
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
 from fairseq_fwp.evaluation.dynamic import KINDS
+from fairseq_fwp.options import Settings
 from fairseq_fwp.tasks.text import BLANK_LINE
 
 logger = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ FLAGS = {
 }
 
 
-def summarize(args: Namespace, model: Any, characters: int | None, scores: Scores) -> dict[str, Any]:
+def summarize(args: Namespace, model: FairseqLanguageModel, characters: int | None, scores: Scores) -> Settings:
     """Return what was evaluated and its result, as --json writes them; None for an unknown number."""
     tokens = len(scores.log_probs)
     return {
@@ -61,7 +65,7 @@ def summarize(args: Namespace, model: Any, characters: int | None, scores: Score
     }
 
 
-def report(summary: dict[str, Any]) -> list[str]:
+def report(summary: Settings) -> list[str]:
     """The lines of a summary, with fairseq-eval-lm's words where it has them."""
     of = Namespace(**summary)
     found = [f"{of.subset}: {of.protocol}", f"num. model params: {of.parameters:,}"]
@@ -75,7 +79,7 @@ def report(summary: dict[str, Any]) -> list[str]:
     return found
 
 
-def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
+def count_characters(dictionary: Dictionary, tokens: int, given: int | None) -> int | None:
     """Return the number given, or that of tokens of one character each. Raises ValueError where the two differ."""
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if not word.startswith("madeupword")]
     counted = tokens if words and all(len(word) == 1 for word in words) else None
@@ -85,7 +89,7 @@ def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | N
     return given if counted is None else counted
 
 
-def read_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
+def read_protocol(args: Namespace, model: FairseqLanguageModel, task: FairseqTask) -> Protocol:
     """The protocol that the arguments name; ValueError where the model, or the task's settings, cannot follow it."""
     limit = model.max_positions()
     window = args.tokens_per_sample or min(getattr(task, "tokens_per_sample", None) or limit, limit)

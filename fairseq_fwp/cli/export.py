@@ -14,20 +14,21 @@ import json
 import logging
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import overwrite_args_by_name
-from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models import ARCH_MODEL_REGISTRY, BaseFairseqModel
 from fairseq.modules import LearnedPositionalEmbedding
+from fairseq.tasks import FairseqTask
 from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging
-from fairseq_fwp.convert.files import new_folder
+from fairseq_fwp.convert.checkpoint import new_folder
 from fairseq_fwp.interop.onnx import OPSET, Entry, to_onnx, translation_to_onnx
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
@@ -89,7 +90,7 @@ def run(args: Namespace) -> None:
     print(f"wrote {args.out}: {size:.1f} MB, a call reads {pieces}; {differences}")
 
 
-def load(path: str, data: str) -> tuple[Any, Any]:
+def load(path: str, data: str) -> tuple[BaseFairseqModel, FairseqTask]:
     """Return the model of a checkpoint, in evaluation mode, and its task. Raises ValueError for one without a form."""
     state = loading.load_state(path)
     if ARCH_MODEL_REGISTRY.get(loading.architecture(state["cfg"])) is FwpTransformerModel:
@@ -107,7 +108,7 @@ def load(path: str, data: str) -> tuple[Any, Any]:
     return model.float().eval(), task
 
 
-def most_tokens(model: Any) -> int | None:
+def most_tokens(model: BaseFairseqModel) -> int | None:
     """Return how many tokens a text may have, None if it has no end: learned positions are rows of a table."""
     positions = getattr(model.decoder, "embed_positions", None)
     if isinstance(positions, LearnedPositionalEmbedding):  # of a translation
@@ -115,7 +116,7 @@ def most_tokens(model: Any) -> int | None:
     return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else None
 
 
-def compare(model: Any, folder: Path, entries: list[Entry], memory: list[Entry], many: bool) -> float:
+def compare(model: BaseFairseqModel, folder: Path, entries: list[Entry], memory: list[Entry], many: bool) -> float:
     """Return the greatest difference of log-probabilities, over calls that continue from each other's states."""
     import onnxruntime
 
@@ -137,7 +138,7 @@ def compare(model: Any, folder: Path, entries: list[Entry], memory: list[Entry],
 
 
 def read_pieces(
-    folder: Path, entries: list[Entry], pieces: Sequence[Tensor], memory: Mapping[str, Any] | None = None
+    folder: Path, entries: list[Entry], pieces: Sequence[Tensor], memory: dict[str, np.ndarray] | None = None
 ) -> Tensor:
     """Return the log-probabilities (B, L, V) of the graph in a folder, for pieces (B, ...) of L tokens in all.
 

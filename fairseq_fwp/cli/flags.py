@@ -22,6 +22,7 @@ from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformer
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import ATTENTIONS, LinearAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.options import Settings
 
 HEAD = """# Flags
 
@@ -102,12 +103,12 @@ def own(owner: type[Any]) -> list[Field]:
     return [field for field in known if field.name in added and "help" in field.metadata]
 
 
-def defaults(model: str) -> dict[str, Any]:
+def defaults(model: str) -> Settings:
     """Return the default values of a model's options; of a translation model fairseq's options too."""
     return FwpTransformerModel.complete({}) if MODELS[model] is FastWeightOptions else vars(MODELS[model]())
 
 
-def differences(arch: str) -> dict[str, Any]:
+def differences(arch: str) -> Settings:
     """Return the options in which an architecture differs from the defaults of its model."""
     preset, known = Namespace(), defaults(ARCH_MODEL_NAME_REGISTRY[arch])
     ARCH_CONFIG_REGISTRY[arch](preset)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fairseq_fwp
 from fairseq_fwp.cli import one_sentence
-from fairseq_fwp.modules.layers import faster_linear
+from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.patches.training import system_reason
 
 try:
@@ -195,7 +195,7 @@ class Harness(TemplateLM):
     def eot_token_id(self) -> int:
         return int(self.dictionary.eos())
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         return [token for token, _ in self.text.pieces(string)]
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -235,7 +235,7 @@ class Harness(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
         return found
 
-    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Any, **kwargs: object) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether each of its tokens is the most probable one."""
         found: dict[int, tuple[float, bool]] = {}
         for batch in self.batches([[*context, *rest] for _, context, rest in requests]):
@@ -329,7 +329,7 @@ class SavingLog(logging.LoggerAdapter):
 
     reason: BaseException | None = None
 
-    def warning(self, *args: Any, **given: Any) -> None:  # called also where --verbosity hides it
+    def warning(self, *args: object, **given: Any) -> None:  # called also where --verbosity hides it
         self.reason = self.reason or sys.exc_info()[1]
         super().warning(*args, **given)
 

@@ -7,7 +7,6 @@ import platform
 import sys
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -22,6 +21,7 @@ from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import ATTENTIONS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, find_rule
+from fairseq_fwp.options import Settings
 
 PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
 
@@ -70,7 +70,7 @@ def report(build: bool) -> str:
     devices = [f"cpu: {platform.machine()}, threads: {torch.get_num_threads()}"]
     for index in range(torch.cuda.device_count()):
         devices.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}")
-    rules: dict[str, Any] = {name: find_rule(name).operator for name in UPDATE_RULES}
+    rules: dict[str, object] = {name: find_rule(name).operator for name in UPDATE_RULES}
     rules |= {name: kind for name, kind in ATTENTIONS.items() if kind.named_as_rule}
     architectures = []
     for model, presets in PRESETS_OF_MODELS.items():
@@ -122,7 +122,7 @@ def hydra_yaml(arch: str) -> str:
     if arch not in models:
         others = f"train others with fairseq-train; language models are {', '.join(sorted(models))}"
         raise ValueError(f"--hydra must be a language model for fairseq-hydra-train, got {arch!r}: {others}")
-    defaults: dict[str, Any] = {
+    defaults: Settings = {
         option.name: option.default
         for option in dataclasses.fields(MODEL_DATACLASS_REGISTRY[models[arch]])
         if not option.name.startswith("_") and not str(option.default).startswith("${")

@@ -17,11 +17,13 @@ from fairseq.data import data_utils
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, FairseqLanguageModel
+from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import fairseq_fwp
 from fairseq_fwp.evaluation import Text
+from fairseq_fwp.options import Settings
 from fairseq_fwp.tasks import text as texts
 
 
@@ -47,7 +49,7 @@ def check_writable(path: Path) -> Path:
     return path
 
 
-def dictionary_of_settings(text: str) -> dict[str, Any]:
+def dictionary_of_settings(text: str) -> Settings:
     try:
         found = ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -97,8 +99,8 @@ def import_plugin(folder: str | None) -> None:
 
 
 def load_model(
-    path: str, data: str, overrides: dict[str, Any], state: dict[str, Any] | None = None
-) -> tuple[Any, Any, Any]:
+    path: str, data: str, overrides: Settings, state: dict[str, Any] | None = None
+) -> tuple[FairseqLanguageModel, FairseqTask, FairseqConfig]:
     """Load the language model of a checkpoint, its task and its configuration, or raise ValueError or OSError.
 
     state: of `load_state`, if the file has been read.
@@ -139,7 +141,7 @@ def load_state(path: str) -> dict[str, Any]:
     return state
 
 
-def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+def read_overrides(path: str, cfg: FairseqConfig, overrides: Settings) -> Settings:
     """Return the overrides in the types of their settings. Raises ValueError for unknown names and other types."""
     if unknown := sorted(overrides.keys() - option_names(cfg)):
         spelling = ": write names with _ in place of -" if any("-" in name for name in unknown) else ""
@@ -171,12 +173,12 @@ def option_names(settings: Any) -> set[str]:
     return names
 
 
-def architecture(cfg: Any) -> str:
+def architecture(cfg: FairseqConfig) -> str:
     """The name of the model's architecture."""
     return getattr(cfg.model, "arch", None) or cfg.model._name
 
 
-def check_kind(path: str, cfg: Any) -> None:
+def check_kind(path: str, cfg: FairseqConfig) -> None:
     """Check that the model is a language model and that it and its task are registered; raise ValueError otherwise."""
     arch, task = architecture(cfg), cfg.task._name
     if arch not in ARCH_MODEL_REGISTRY or task not in tasks.TASK_REGISTRY:
@@ -191,7 +193,7 @@ def check_kind(path: str, cfg: Any) -> None:
         raise ValueError(f"{path} must be trained {expected}, got {found}")
 
 
-def setup_task(cfg: Any, data: str) -> Any:
+def setup_task(cfg: FairseqConfig, data: str) -> FairseqTask:
     """The task on a data folder. Raises ValueError or OSError for one without a dictionary that can be read."""
     if not data or not os.path.exists(os.path.join(data, "dict.txt")):
         raise ValueError(f"the data folder {data} must hold dict.txt: give the folder that the model was trained on")
@@ -203,7 +205,7 @@ def setup_task(cfg: Any, data: str) -> Any:
         raise ValueError(f"the dictionary in {data} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | None = None) -> Text:
+def load_text(task: FairseqTask, data: str, subset: str, first: int, reset_after: str | None = None) -> Text:
     """Return a subset of the text after the symbol `first`, by documents. Raises ValueError where there is none."""
     folder, dictionary = utils.split_paths(data)[0], task.source_dictionary
     dataset = data_utils.load_indexed_dataset(os.path.join(folder, subset), dictionary)

@@ -8,7 +8,7 @@ linearize.py replaces softmax attention by another attention.
 from collections.abc import Callable
 from pathlib import Path
 
-from fairseq_fwp.convert import fairseq, files, fla, folder, gpt2, schlag, transformer_xl
+from fairseq_fwp.convert import checkpoint, conversion, fairseq, fla, folder, gpt2, schlag, transformer_xl
 
 SOURCES = {
     "schlag-lm": schlag.SOURCE,
@@ -20,8 +20,8 @@ SOURCES = {
     "fwp-lm": fairseq.FWP_LM,
 }
 
-TARGETS: dict[str, Callable[[files.Conversion, Path], None]] = {
-    "fairseq": files.write,
+TARGETS: dict[str, Callable[[conversion.Conversion, Path], None]] = {
+    "fairseq": checkpoint.write,
     "safetensors": folder.write_model,
     "fla": fla.write,
 }

@@ -20,11 +20,12 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from torch import Tensor
 
-from fairseq_fwp.convert import files, folder
-from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tensors
+from fairseq_fwp.convert import checkpoint, folder, vocabulary
+from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, Tensors
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
+from fairseq_fwp.options import Settings
 from fairseq_fwp.patches.checkpoints import KEY, other_words, take_fingerprints
 
 EXPORT = (
@@ -71,9 +72,9 @@ LANGUAGES = ("source_lang", "target_lang")
 
 def read(
     path: Path, models: Sequence[str], defaults: FairseqDataclass | None = None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], Settings]:
     """Return the weights of one of these models, and its settings with defaults. Raises ValueError for other files."""
-    loaded, found = files.load(path, EXPORT), ""
+    loaded, found = checkpoint.load(path, EXPORT), ""
     state: Any = loaded if isinstance(loaded, dict) else {}
     weights, settings, cfg = (state.get(name) for name in ("model", "args", "cfg"))
     of_model = cfg.get("model") if isinstance(cfg, dict) else None
@@ -120,7 +121,7 @@ def check_vocabulary(tensors: Mapping[str, Tensor], words: int, side: str, said:
 
 def with_same_words(conversion: Conversion, options: Options) -> Conversion:
     """Return the conversion. Raises ValueError if the training had other words, where the checkpoint tells them."""
-    if words := other_words(files.make_task(conversion), options.get(KEY, {})):
+    if words := other_words(checkpoint.make_task(conversion), options.get(KEY, {})):
         raise ValueError(f"the vocabulary must be {words}: give the dict.txt of the training with --vocabulary")
     return conversion
 
@@ -152,7 +153,7 @@ def convert_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options
     return with_same_words(Conversion("fwp_lm", flags, {**weights, **rest.rename(NAMES)}, words, notes), options)
 
 
-def common_flags(options: Options, version: float) -> dict[str, Any]:
+def common_flags(options: Options, version: float) -> Settings:
     """Return sizes, dropouts, positions and length of a sample. version: of the decoder."""
     same = ("decoder_layers", "decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_attention_heads", "dropout")
     switches = ("no_token_positional_embeddings", "decoder_learned_pos", "no_scale_embedding", "add_bos_token")
@@ -172,7 +173,7 @@ def common_flags(options: Options, version: float) -> dict[str, Any]:
     }
 
 
-def plain_flags(tensors: Tensors, options: Options, words: int) -> dict[str, Any]:
+def plain_flags(tensors: Tensors, options: Options, words: int) -> Settings:
     """Return the flags of word embeddings and a softmax over all words. Takes the output if it is the embeddings."""
     if options.get("adaptive_input"):
         raise ValueError("--adaptive-input without --adaptive-softmax-cutoff cannot be converted: fwp_lm has only both")
@@ -184,7 +185,7 @@ def plain_flags(tensors: Tensors, options: Options, words: int) -> dict[str, Any
     return {"output_layer": "tied"}
 
 
-def adaptive_flags(tensors: Tensors, options: Options, words: int) -> dict[str, Any]:
+def adaptive_flags(tensors: Tensors, options: Options, words: int) -> Settings:
     """Return the flags of an adaptive input with a softmax tied to it. Raises ValueError for any other adaptive one."""
     for name in ("adaptive_input", "tie_adaptive_weights", "tie_adaptive_proj"):
         if not options.get(name):
@@ -209,7 +210,7 @@ def adaptive_flags(tensors: Tensors, options: Options, words: int) -> dict[str, 
     }
 
 
-def read_ours(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """Return the weights and flags of a language model, from a checkpoint or a folder of `folder.write_model`."""
     if not path.is_dir():
         return read(path, OURS)
@@ -231,7 +232,7 @@ def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> C
 def words_of_languages(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
     """The words of every language that has a dict.LANGUAGE.txt in the given folder, or else next to the checkpoint."""
     folder = given or checkpoint.parent
-    found = {path.name.split(".")[1]: files.read_dictionary(path) for path in sorted(folder.glob("dict.*.txt"))}
+    found = {path.name.split(".")[1]: vocabulary.read_dictionary(path) for path in sorted(folder.glob("dict.*.txt"))}
     if not found:
         raise ValueError(f"{folder} must hold dict.LANGUAGE.txt: give the folder of the training with --vocabulary")
     return found
@@ -253,12 +254,12 @@ def keep_translation(tensors: Mapping[str, Tensor], words: dict[str, list[str]],
     return with_same_words(Conversion("fwp_transformer", flags, without_marks(tensors), of_languages, []), options)
 
 
-def needed_flags(settings: Mapping[str, Any]) -> dict[str, Any]:
+def needed_flags(settings: Settings) -> Settings:
     """Return the options that give these settings. Raises ValueError for one that has no flag of fairseq-train."""
     parser = ArgumentParser()
     FwpTransformerModel.add_args(parser)
     known = vars(parser.parse_args([]))
-    flags: dict[str, Any] = {}
+    flags: Settings = {}
     for _ in range(2):  # options set others: the decoder's sizes default to the encoder's
         built = FwpTransformerModel.complete(flags)
         flags |= {name: value for name, value in settings.items() if value != built[name] and name in known}
@@ -278,9 +279,9 @@ LM = Source(
     {},
     partial(read, models=["transformer_lm"], defaults=TransformerLanguageModelConfig()),
     convert_lm,
-    files.dictionary_words,
+    vocabulary.dictionary_words,
 )
-FWP_LM = Source({}, read_ours, keep, files.dictionary_words)
+FWP_LM = Source({}, read_ours, keep, vocabulary.dictionary_words)
 TRANSLATION = Source(
     {name: Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES},
     partial(read, models=["transformer", "fwp_transformer"]),

@@ -16,11 +16,14 @@ from fairseq.data import Dictionary
 from torch import Tensor
 
 from fairseq_fwp.convert import folder
-from fairseq_fwp.convert.files import Conversion, Options, Source, Tensors, arrange, check
+from fairseq_fwp.convert.checkpoint import check
+from fairseq_fwp.convert.conversion import Conversion, Options, Source, Tensors
 from fairseq_fwp.convert.folder import CONFIG
+from fairseq_fwp.convert.vocabulary import arrange
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import MODERN, RWKV7
+from fairseq_fwp.options import Settings
 
 NAME = "flash-linear-attention"
 # Settings that config.json must have, and defaults of those that it may leave out.
@@ -31,7 +34,7 @@ DEFAULTS = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 # Of a model: the class there, our rule, and defaults of its own.
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, str, Settings]] = {
     "delta_net": ("DeltaNetForCausalLM", "delta", {"expand_k": 1.0, "expand_v": 1.0, "use_gate": False}),
     "gated_deltanet": (
         "GatedDeltaNetForCausalLM",
@@ -120,12 +123,12 @@ class Sizes(NamedTuple):
     ffn: int
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
     return folder.read(path, NAME, REQUIRED)
 
 
-def complete(config: Mapping[str, Any]) -> dict[str, Any]:
+def complete(config: Settings) -> Settings:
     """Return the configuration with defaults. Raises ValueError for a model that cannot be converted."""
     kind = config.get("model_type")
     if kind not in [*MODELS]:
@@ -155,7 +158,7 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def given_softmax(attn: Any) -> dict[str, Any]:
+def given_softmax(attn: Any) -> Settings:
     """Return the settings under "attn" that are not null. Raises ValueError for other settings than ours."""
     given = {name: value for name, value in attn.items() if value is not None} if isinstance(attn, dict) else {}
     needed, known = {"layers", "num_heads"}, {"layers", *SOFTMAX}
@@ -167,7 +170,7 @@ def given_softmax(attn: Any) -> dict[str, Any]:
     return given
 
 
-def check_kinds(settings: Mapping[str, Any]) -> None:
+def check_kinds(settings: Settings) -> None:
     """Raise ValueError for a setting of another kind than in KINDS."""
     for kind, (fits, names) in KINDS.items():
         for name in names:
@@ -182,7 +185,7 @@ def check_divides(name: str, part: int, size: int) -> None:
         raise ValueError(f"{name} in {CONFIG} must divide hidden_size = {size}, got {part}")
 
 
-def sizes_of(config: Mapping[str, Any]) -> Sizes:
+def sizes_of(config: Settings) -> Sizes:
     """Return the sizes of a complete configuration. Raises ValueError if they are not whole numbers."""
     dim, heads = config["hidden_size"], config["num_heads"]
     if config["model_type"] == "rwkv7":
@@ -197,7 +200,7 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes:
     return Sizes(dim, heads, config["num_v_heads"] or heads, round(key), round(value), ffn)
 
 
-def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def flags_of(config: Settings) -> Settings:
     """Return the options of `fwp_lm` for a complete configuration."""
     kind, sizes, length = config["model_type"], sizes_of(config), config["max_position_embeddings"]
     shared = {
@@ -233,7 +236,7 @@ def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def names_of(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
+def names_of(config: Settings) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield each of our tensors but those of words, and theirs, which it joins, with numbers of rows."""
     dim, rwkv7 = config["hidden_size"], config["model_type"] == "rwkv7"
     tensors, softmax = names_of_rwkv7(config) if rwkv7 else names_of_layer(config), config.get("attn")
@@ -249,7 +252,7 @@ def names_of(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
             yield f"decoder.layernorm_embedding.{kind}", {f"model.layers.0.pre_norm.{kind}": dim}
 
 
-def with_softmax(tensors: dict[str, dict[str, int]], dim: int, softmax: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def with_softmax(tensors: dict[str, dict[str, int]], dim: int, softmax: Settings) -> dict[str, dict[str, int]]:
     """Return the same of a layer with softmax attention; softmax: its settings."""
     shared = dim // softmax["num_heads"] * softmax["num_kv_heads"]
     rows = {"attn.q_proj": dim, "attn.k_proj": shared, "attn.v_proj": shared}
@@ -261,7 +264,7 @@ def with_softmax(tensors: dict[str, dict[str, int]], dim: int, softmax: Mapping[
     }
 
 
-def names_of_rwkv7(config: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def names_of_rwkv7(config: Settings) -> dict[str, dict[str, int]]:
     """Return the same of a layer of RWKV-7, without its number."""
     dim, heads, ffn = config["hidden_size"], config["num_heads"], sizes_of(config).ffn
     layer = {
@@ -293,7 +296,7 @@ def names_of_rwkv7(config: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return layer
 
 
-def names_of_layer(config: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def names_of_layer(config: Settings) -> dict[str, dict[str, int]]:
     """Return the same of a layer of another model."""
     kind, (dim, heads, value_heads, key, value, ffn) = config["model_type"], sizes_of(config)
     keys, values = heads * key, value_heads * value
@@ -369,7 +372,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     return Conversion("fwp_lm", flags_of(config), weights, vocabulary.words, [*notes_of(options), *vocabulary.notes])
 
 
-def notes_of(config: Mapping[str, Any]) -> list[str]:
+def notes_of(config: Settings) -> list[str]:
     """Return a sentence about the settings of config.json that nothing here reads, if it has any."""
     kinds = (name for _, names in KINDS.values() for name in names)
     known = {*NOT_READ, *kinds, *EXPECTED, *EXPECTED_OF_RWKV7, *DEFAULTS, "model_type", "safe_gate", "value_dim"}
@@ -432,7 +435,7 @@ def rows_of_tokens(words: Any, without_end: bool) -> tuple[Tensor, int | None]:
     return torch.tensor([places[number] for number in range(len(places))]), eos
 
 
-def config_of(flags: Mapping[str, Any], words: int, eos: int | None) -> dict[str, Any]:
+def config_of(flags: Settings, words: int, eos: int | None) -> Settings:
     """Return the configuration of a model with these options. Raises ValueError for options that they do not have."""
     given = FwpLanguageModel.complete(dict(flags))
     rules = {rule: kind for kind, (_, rule, _) in MODELS.items()}
@@ -468,7 +471,7 @@ def config_of(flags: Mapping[str, Any], words: int, eos: int | None) -> dict[str
     return config
 
 
-def attn_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
+def attn_of(given: Settings) -> Settings | None:
     """Return the settings of layers with softmax attention, None = there are none."""
     if given["softmax_layers"] is None:
         return None
@@ -476,14 +479,14 @@ def attn_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"layers": layers, **{name: given[ours] for name, ours in SOFTMAX.items()}}
 
 
-def settings_of_rwkv7(given: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of_rwkv7(given: Settings) -> Settings:
     """Return the settings that only RWKV-7 has."""
     ranks = {setting: given[f"{ours}_rank"] for ours, (_, setting) in LOW_RANKS.items()}
     fused, size = given["l2_normalization_epsilon"] > 0, given["decoder_embed_dim"] // given["decoder_attention_heads"]
     return {"head_dim": size, **ranks, "hidden_act": "sqrelu", "fuse_norm": fused}
 
 
-def settings_of_layer(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of_layer(kind: str, given: Settings) -> Settings:
     """Return the settings that RWKV-7 does not have."""
     dim, heads, gated = given["decoder_embed_dim"], given["decoder_attention_heads"], given["output_gate"] != "none"
     key, value, bound = given["decoder_key_dim"], given["decoder_value_dim"], given["decay_lower_bound"]

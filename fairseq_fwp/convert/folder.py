@@ -8,20 +8,22 @@ text. In those of this package config.json has the flags of training, and dict.t
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fairseq.data import Dictionary
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fairseq_fwp.convert.files import DICTIONARY, Conversion, build, dictionaries, make_task, new_folder
+from fairseq_fwp.convert.checkpoint import build, dictionaries, make_task, new_folder
+from fairseq_fwp.convert.conversion import Conversion
+from fairseq_fwp.convert.vocabulary import DICTIONARY
+from fairseq_fwp.options import Settings
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
-def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor], Settings]:
     """Return the weights and config.json of a model. Raises ValueError where either is missing or damaged.
 
     name: of the model, for errors; sizes: settings that it must have.
@@ -29,7 +31,7 @@ def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor]
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of {name}, got {found}")
-    config, files, places = read_config(path, name, sizes), {WEIGHTS}, dict[str, Any]()
+    config, files, places = read_config(path, name, sizes), {WEIGHTS}, dict[str, str]()
     if (path / INDEX).exists():
         names = read_json(path / INDEX).get("weight_map")
         places = names if isinstance(names, dict) else {}
@@ -54,9 +56,7 @@ def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor]
     return tensors, config
 
 
-def read_config(
-    path: Path, name: str, sizes: Sequence[str], defaults: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def read_config(path: Path, name: str, sizes: Sequence[str], defaults: Settings | None = None) -> Settings:
     """Return the settings in config.json, and defaults. Raises ValueError if sizes are missing or disagree."""
     config = {**(defaults or {}), **read_json(path / CONFIG)}
     if missing := [size for size in sizes if type(config.get(size)) is not int]:
@@ -70,10 +70,10 @@ def read_config(
     return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Settings:
     """The object in a file. Raises ValueError for any other file."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: Settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
@@ -81,9 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def numbers_of_tokens(
-    name: str, sizes: Sequence[str], defaults: Mapping[str, Any], path: Path, given: Path | None
-) -> list[str]:
+def numbers_of_tokens(name: str, sizes: Sequence[str], defaults: Settings, path: Path, given: Path | None) -> list[str]:
     """The words of the dictionary: the numbers of the tokens, in their order, and </s> for the end of a text."""
     if given is not None:
         raise ValueError(f"--vocabulary must be left out with {name}: its words are numbers of tokens")
@@ -110,9 +108,7 @@ def write_model(conversion: Conversion, out: Path) -> None:
     write(out, {"model_type": conversion.arch, **known, **flags}, tensors, dictionary)
 
 
-def write(
-    out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dictionary: Dictionary | None = None
-) -> None:
+def write(out: Path, config: Settings, tensors: Mapping[str, Tensor], dictionary: Dictionary | None = None) -> None:
     """Write config.json, model.safetensors and dict.txt, if there is a dictionary, into a new folder, or nothing."""
     with new_folder(out) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

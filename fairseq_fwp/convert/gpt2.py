@@ -8,15 +8,16 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fairseq_fwp.convert import folder
-from fairseq_fwp.convert.files import Conversion, Options, Source, Tensors, arrange
+from fairseq_fwp.convert.conversion import Conversion, Options, Source, Tensors
 from fairseq_fwp.convert.folder import CONFIG
+from fairseq_fwp.convert.vocabulary import arrange
 from fairseq_fwp.modules.attention import SOFTMAX
+from fairseq_fwp.options import Settings
 
 NAME = "GPT-2"
 
@@ -66,7 +67,7 @@ TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
     tensors, config = folder.read(path, NAME, SIZES)
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, {**DEFAULTS, **config}

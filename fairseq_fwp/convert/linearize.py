@@ -11,24 +11,26 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from fairseq_fwp.convert.files import SEED, Conversion, Option, build, build_empty, make_task
+from fairseq_fwp.checks import look_up
+from fairseq_fwp.convert.checkpoint import SEED, build, build_empty, make_task
+from fairseq_fwp.convert.conversion import Conversion, Option
 from fairseq_fwp.evaluation.scoring import kl_divergence
 from fairseq_fwp.models.attention_options import AttentionOptions, attention_name, build_attention, flag
 from fairseq_fwp.models.decoder import initialize
-from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig, layer_attentions
+from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig, layer_attentions
 from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel
-from fairseq_fwp.models.translation_layers import CausalAttention
-from fairseq_fwp.modules.attention import SOFTMAX, LinearAttention
+from fairseq_fwp.models.translation_layers import CausalAttention, SequenceAttention
+from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, LinearAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.layers import look_up
-from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, MambaDecay
+from fairseq_fwp.options import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ METHOD = {
 }
 
 
-def check_options(arch: str, given: Mapping[str, Any], method: Method) -> None:
+def check_options(arch: str, given: Settings, method: Method) -> None:
     """Check the options of a new attention, by field, before a checkpoint is read; raise ValueError otherwise."""
     if others := [name for name in given if name not in ATTENTION_OPTIONS[arch]]:
         raise ValueError(f"{flag(others[0])} must be left out: only options of attention can change")
@@ -129,7 +131,7 @@ def check_options(arch: str, given: Mapping[str, Any], method: Method) -> None:
         raise ValueError("--kl-text must be left out without --keep-softmax-layers kl:N")
 
 
-def check_translation(given: Mapping[str, Any], method: Method) -> None:
+def check_translation(given: Settings, method: Method) -> None:
     """Check the options of a conversion of a translation model; raise ValueError otherwise."""
     for name in ("decay_spans", "keep_softmax_layers", "kl_text"):
         if getattr(method, name) is not None:
@@ -145,7 +147,7 @@ def check_translation(given: Mapping[str, Any], method: Method) -> None:
                 raise ValueError(f"--decoder-update-rule must be given with {of_decoder}")
 
 
-def linearize(conversion: Conversion, given: Mapping[str, Any], method: Method) -> Conversion:
+def linearize(conversion: Conversion, given: Settings, method: Method) -> Conversion:
     """Return the conversion with the new attention, given by its options. Raises ValueError if that is impossible.
 
     With kl:N, the N layers whose conversion costs most keep softmax; the costs are in the notes.
@@ -173,7 +175,7 @@ def linearize(conversion: Conversion, given: Mapping[str, Any], method: Method) 
     return hybrid._replace(notes=[*hybrid.notes, note])
 
 
-def linearize_layers(conversion: Conversion, given: Mapping[str, Any], method: Method, kept: str = "") -> Conversion:
+def linearize_layers(conversion: Conversion, given: Settings, method: Method, kept: str = "") -> Conversion:
     """Return the conversion with the new attention in all layers but `kept`, such as "0,3": these stay softmax."""
     source, options = configure(conversion.flags), {**DEFAULTS, **given}
     initialisation = rule_initialisation(options["decoder_update_rule"], method.decay_spans)
@@ -205,6 +207,7 @@ def linearize_layers(conversion: Conversion, given: Mapping[str, Any], method: M
                 attention.to(softmax["in_proj.weight"].dtype).load_state_dict({**zeros, **softmax})
             else:
                 attention = build_attention(FwpLanguageModelConfig, cfg)
+                assert isinstance(attention, FastWeightAttention)  # `check_options` refuses others
                 attention.apply(initialize)
                 q, k, v = with_bias(softmax, "in_proj").chunk(3)
                 convert_attention(attention, (q, k, v), softmax, source.decoder_attention_heads, initialisation)
@@ -213,7 +216,7 @@ def linearize_layers(conversion: Conversion, given: Mapping[str, Any], method: M
     return conversion._replace(flags=flags, weights=weights)
 
 
-def linearize_translation(conversion: Conversion, given: Mapping[str, Any], method: Method) -> Conversion:
+def linearize_translation(conversion: Conversion, given: Settings, method: Method) -> Conversion:
     """Return the conversion with the new attentions of encoder, decoder and source that are given."""
     given = {name: value for name, value in given.items() if value != SOFTMAX}
     options = {**DEFAULTS, **given} if "decoder_update_rule" in given else given
@@ -236,7 +239,7 @@ def linearize_translation(conversion: Conversion, given: Mapping[str, Any], meth
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         for prefix, module in build_empty(converted).named_modules():
-            if isinstance(module, LinearAttention | CausalAttention):
+            if isinstance(module, SequenceAttention | CausalAttention):
                 of_softmax = [name for name in weights if name.startswith(f"{prefix}.")]
                 softmax = {name.removeprefix(f"{prefix}."): weights.pop(name) for name in of_softmax}
                 fill_translation(module, softmax, initialisation)
@@ -257,36 +260,36 @@ def size_flags(feature_map: str, size: int | None, head_dim: int | None = None) 
     return (own | {"dpfp": {"dpfp_nu": size // (2 * head_dim)}}).get(feature_map, {})
 
 
-def check_size(attention: Any, feature_map: str, size: int | None) -> None:
+def check_size(attention: FastWeightAttention | LinearAttention, feature_map: str, size: int | None) -> None:
     """Check the number of features of a map; raise ValueError that names a possible one otherwise."""
     found = attention.feature_map.feature_dim
     if size not in (None, found):
         raise ValueError(f"--state-size must be {found} for the map {feature_map}, got {size}")
 
 
-def configure(flags: dict[str, Any]) -> Any:
+def configure(flags: Settings) -> Any:
     """Return the configuration of a language model with these flags."""
     of_task = {"max_target_positions": None, "add_bos_token": False}
     return OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), {**of_task, **flags})
 
 
-def scale_by_decay(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+def scale_by_decay(attention: FastWeightAttention, q: Tensor, k: Tensor, v: Tensor) -> Projections:
     """Scale W_v by 1 - sigmoid(b_z) in every dimension: sums then have the size of one value (Mao 2022, Sec. 3)."""
     return q, k, v * (1 - attention.gate_biases["value_decay"].sigmoid()).to(v).unsqueeze(1)
 
 
-def scale_unnormalized(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+def scale_unnormalized(attention: FastWeightAttention, q: Tensor, k: Tensor, v: Tensor) -> Projections:
     """Scale W_v down, because nothing divides the sum (Mao 2022, footnote 4)."""
     return q, k, v if attention.attention_normalization else v * SUM_VALUE_SCALE
 
 
-def write_little(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+def write_little(attention: FastWeightAttention, q: Tensor, k: Tensor, v: Tensor) -> Projections:
     """Set the write strength; values stay the same (Mao 2022, footnote 3)."""
     nn.init.constant_(attention.gate_biases["beta"], WRITE_STRENGTH_BIAS)
     return q, k, v
 
 
-def spread_spans(attention: Any, q: Tensor, k: Tensor, v: Tensor, longest: int) -> Projections:
+def spread_spans(attention: FastWeightAttention, q: Tensor, k: Tensor, v: Tensor, longest: int) -> Projections:
     """Set decays: feature i of m remembers s = longest^((i + 1/2) / m) tokens (decay s / (1 + s)), values `longest`.
 
     Features with the largest singular values forget first. Keys are scaled by the root of the forgotten share 1 / (1 +
@@ -306,9 +309,9 @@ def spread_spans(attention: Any, q: Tensor, k: Tensor, v: Tensor, longest: int) 
     return q.flatten(0, 1), k.flatten(0, 1), v
 
 
-def write_little_and_remember(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+def write_little_and_remember(attention: FastWeightAttention, q: Tensor, k: Tensor, v: Tensor) -> Projections:
     """Set rates as delta's, as keys do not have length one here either; heads remember 16 to 512 tokens (`SPANS`)."""
-    decay, heads = attention.gate_activations["decay"], attention.num_heads
+    decay, heads = cast(MambaDecay, attention.gate_activations["decay"]), attention.num_heads
     shortest, longest = SPANS
     spans = shortest * (longest / shortest) ** ((torch.arange(heads) + 0.5) / heads)
     decay.log_rate.zero_()
@@ -347,7 +350,7 @@ def rule_initialisation(rule: str, spans: int | None = None) -> Initialisation:
 
 @torch.no_grad()
 def convert_attention(
-    attention: Any,
+    attention: FastWeightAttention,
     projections: Projections,
     softmax: Mapping[str, Tensor],
     heads: int,
@@ -373,11 +376,13 @@ def convert_attention(
 
 
 @torch.no_grad()
-def fill_translation(module: Any, softmax: Mapping[str, Tensor], initialisation: Initialisation) -> None:
+def fill_translation(
+    module: CausalAttention | SequenceAttention, softmax: Mapping[str, Tensor], initialisation: Initialisation
+) -> None:
     """Write the weights of fairseq's softmax attention into a new one of a translation model."""
     q, k, v = (with_bias(softmax, f"{name}_proj") for name in "qkv")
     if isinstance(module, CausalAttention):
-        attention: Any = module.attention
+        attention = module.attention
         convert_attention(attention, (q, k, v), softmax, attention.num_heads, initialisation)
         return
     module.to(q.dtype)
@@ -386,7 +391,7 @@ def fill_translation(module: Any, softmax: Mapping[str, Tensor], initialisation:
     fill(module.out_proj, with_bias(softmax, "out_proj"))
 
 
-def several_steps(attention: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def several_steps(attention: FastWeightAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values of a rule of several steps a token; the last step has the pretrained ones.
 
     Earlier steps have random keys N(0, 0.02) and the same values, and write very little: `WRITE_STRENGTH_BIAS`.
@@ -404,7 +409,7 @@ def with_bias(softmax: Mapping[str, Tensor], name: str) -> Tensor:
     return torch.cat([weight, weight.new_zeros(len(weight), 1) if bias is None else bias.unsqueeze(1)], dim=1)
 
 
-def fill(projection: Any, rows: Tensor) -> None:
+def fill(projection: nn.Linear, rows: Tensor) -> None:
     """Write a projection (rows, D + 1) into a layer, whose bias it may lack."""
     projection.weight.copy_(rows[:, :-1])
     if projection.bias is not None:
@@ -433,7 +438,7 @@ def fewer_features(q: Tensor, k: Tensor, heads: int, size: int) -> tuple[Tensor,
 
 
 @torch.no_grad()
-def costs(source: Any, converted: Any, blocks: Iterable[Tensor]) -> list[float]:
+def costs(source: FwpLanguageModel, converted: FwpLanguageModel, blocks: Iterable[Tensor]) -> list[float]:
     """Return for each layer the divergence that its conversion causes, in nats per token, before any training.
 
     source, converted: models in evaluation mode that differ only in their attentions; blocks: tokens (L,). Li et al.
@@ -457,9 +462,9 @@ def costs(source: Any, converted: Any, blocks: Iterable[Tensor]) -> list[float]:
     return [cost / tokens for cost in found]
 
 
-def build_whole(conversion: Conversion) -> Any:
+def build_whole(conversion: Conversion) -> FwpLanguageModel:
     """Return the model of a conversion, in evaluation mode and in float32 or wider."""
-    model = build(conversion, configure(conversion.flags), make_task(conversion)).eval()
+    model = cast(FwpLanguageModel, build(conversion, configure(conversion.flags), make_task(conversion))).eval()
     return model.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
 

@@ -5,13 +5,15 @@ update rule and an implementation. Each implementation divides and scales in its
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fairseq_fwp.convert import transformer_xl as xl
-from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tensors, arrange, given_words
+from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, Tensors
+from fairseq_fwp.convert.vocabulary import arrange, given_words
+from fairseq_fwp.options import Settings
 
 OPTIONS = {
     **xl.OPTIONS,
@@ -108,13 +110,13 @@ def convert_fast_weights(tensors: Tensors, words: list[str], options: Options, a
     return Conversion("fwp_lm", flags, weights, vocabulary.words, notes)
 
 
-def attention_flags(options: Options, attn_type: AttentionType, head_dim: int) -> dict[str, Any]:
+def attention_flags(options: Options, attn_type: AttentionType, head_dim: int) -> Settings:
     """The flags of the feature map, of both normalisations with their epsilons, and of the scale of the output.
 
     Packed types multiply the output by d^(-1/2). Other types multiply the scores, before an epsilon is added to their
     sum. Without that factor here, the epsilon is d^(1/2) times as large.
     """
-    flags: dict[str, Any] = {"scale_read_out": attn_type.packed}
+    flags: Settings = {"scale_read_out": attn_type.packed}
     if attn_type.feature_map == "favor":
         features = options.need("performer_proj_dim")
         flags |= {"favor_features": features, "favor_draw": "authors", "favor_offset": KERNEL_EPSILON}

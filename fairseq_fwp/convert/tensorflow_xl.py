@@ -5,16 +5,15 @@ The published weights are checkpoints of this code. They are read from an .npz o
 
 import re
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fairseq_fwp.convert.files import Tensors
+from fairseq_fwp.convert.conversion import Tensors
+from fairseq_fwp.options import Settings
 
 EXPORT = (
     'make one where TensorFlow is installed with: python -c "import numpy, tensorflow as tf; c = '
@@ -118,7 +117,7 @@ def read_variable(file: np.lib.npyio.NpzFile, name: str) -> Tensor:
     return tensor
 
 
-def notes(flags: Mapping[str, Any]) -> list[str]:
+def notes(flags: Settings) -> list[str]:
     """Return the differences from the TensorFlow code, for comparisons of losses: docs/checkpoints.md."""
     found = [
         "the TensorFlow code begins a text with a memory of zeros, which tokens attend to: first losses differ",

@@ -10,14 +10,15 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fairseq_fwp.convert import files, tensorflow_xl
-from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tensors, Vocabulary
+from fairseq_fwp.convert import checkpoint, tensorflow_xl, vocabulary
+from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, Tensors
+from fairseq_fwp.convert.vocabulary import Vocabulary
 from fairseq_fwp.modules.attention import SOFTMAX
+from fairseq_fwp.options import Settings
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
@@ -55,25 +56,25 @@ TABLES, BIASES = "word_emb.emb_layers.{}.weight", "crit.out_layers.{}.bias"
 ATTENTION = "decoder.layers.{}.self_attn."
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """A state dict or an .npz, marked by the option `tensorflow`, and the options of its training."""
     if path.suffix != ".npz":
         return read_state_dict(path)
     return tensorflow_xl.read(path), {**read_saved(path.parent), "tensorflow": True}
 
 
-def read_state_dict(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_state_dict(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """A state dict, and the options of its training. Raises ValueError for any other file."""
-    loaded = files.load(path, EXPORT)
+    loaded = checkpoint.load(path, EXPORT)
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(f"{path} must be a state dict of named tensors, got other objects: {EXPORT}")
     return loaded, read_saved(path.parent)
 
 
-def read_saved(folder: Path) -> dict[str, Any]:
+def read_saved(folder: Path) -> Settings:
     """The options that the training wrote into log.txt, one line ` - name : value` each; none without that file."""
     path = folder / "log.txt"
-    found: dict[str, Any] = {}
+    found: Settings = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for name, value in re.findall(r"^ {4}- (\w+) : (.*)$", text, re.MULTILINE):
         try:
@@ -90,7 +91,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     if attn_type not in (0, 1, 2, 3):
         raise ValueError(f"--attn_type must be 0, 1, 2 or 3 for Transformer-XL, got {attn_type}")
     convert_type = convert_relative if attn_type in (0, 1) else convert_absolute
-    return convert_type(Tensors(tensors), files.arrange(words), options)
+    return convert_type(Tensors(tensors), vocabulary.arrange(words), options)
 
 
 def convert_relative(tensors: Tensors, vocabulary: Vocabulary, options: Options) -> Conversion:
@@ -145,7 +146,7 @@ def convert_absolute(tensors: Tensors, vocabulary: Vocabulary, options: Options)
     return Conversion(arch, flags, weights, vocabulary.words, notes)
 
 
-def common_flags(tensors: Tensors, heads: int, vocabulary: Vocabulary, options: Options) -> dict[str, Any]:
+def common_flags(tensors: Tensors, heads: int, vocabulary: Vocabulary, options: Options) -> Settings:
     """Return the flags of every type: sizes, dropout, clusters of the vocabulary and length of a sample."""
     numbers = [int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))]
     inner, dim = tensors["layers.0.pos_ff.CoreNet.0.weight"].shape
@@ -203,7 +204,7 @@ def read_clusters(tensors: Tensors, dim: int, options: Options) -> tuple[list[in
     return cutoffs, 1
 
 
-def absolute_positions(options: Options) -> dict[str, Any]:
+def absolute_positions(options: Options) -> Settings:
     """Return the flags of absolute positions, or of none. Raises ValueError for options of relative positions."""
     check_no_memory(options)
     clamp_len, least = options.get("clamp_len", -1), options.need("tgt_len") - 1
@@ -220,7 +221,7 @@ def check_no_memory(options: Options) -> None:
             raise ValueError(f"--{name} must be left out with absolute positions, which have no memory")
 
 
-def sinusoidal_distances(tensors: Tensors, layers: int, options: Options) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def sinusoidal_distances(tensors: Tensors, layers: int, options: Options) -> tuple[Settings, dict[str, Tensor]]:
     """Take u and v, shared or of each layer, of attention type 0, which has sinusoids. Return flags and weights."""
     clamp_len, untied = options.get("clamp_len", -1), tensors["r_w_bias"].dim() == 3
     weights = {}
@@ -235,7 +236,7 @@ def sinusoidal_distances(tensors: Tensors, layers: int, options: Options) -> tup
     return {"clamp_len": clamp_len if clamp_len > 0 else -1, "untie_biases": untied}, weights
 
 
-def learned_distances(tensors: Tensors, layers: int, options: Options) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def learned_distances(tensors: Tensors, layers: int, options: Options) -> tuple[Settings, dict[str, Tensor]]:
     """Take u of each layer, and of each distance a vector and a bias, of attention type 1. Return flags and weights.
 
     The last row is distance 0. With --clamp_len N only the last N rows count. Longer distances have the first of them.
@@ -256,7 +257,7 @@ def learned_distances(tensors: Tensors, layers: int, options: Options) -> tuple[
     return {"decoder_positions": "shaw_biased", "clamp_len": count - 1}, weights
 
 
-def layerwise_positions(tensors: Tensors, flags: Mapping[str, Any]) -> dict[str, Tensor]:
+def layerwise_positions(tensors: Tensors, flags: Settings) -> dict[str, Tensor]:
     """Take the vectors of positions that attention type 3 adds before each layer; the last row is the last position."""
     vectors, length, heads = tensors.take("r_emb"), flags["tokens_per_sample"], flags["decoder_attention_heads"]
     rows, head_dim = vectors.shape[1:2], flags["decoder_embed_dim"] // heads
@@ -310,4 +311,4 @@ def take_words(tensors: Tensors, vocabulary: Vocabulary) -> dict[str, Tensor]:
     return found
 
 
-SOURCE = Source(OPTIONS, read, convert, files.given_words)
+SOURCE = Source(OPTIONS, read, convert, vocabulary.given_words)

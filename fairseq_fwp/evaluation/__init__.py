@@ -11,8 +11,7 @@
 `carry_state` reads the text once. `dynamic=DynamicRule(lr)` is dynamic evaluation. Its RMS rules need the training
 text: `evaluate(model, text, protocol, train)`.
 
-A model is one of fairseq's: it has `decoder`, `max_positions()` and `get_normalized_probs`. To carry a state, its
-decoder has `carries_state = True`, takes `state=` and returns a new "state" in its second value.
+A model is a `Model` of fairseq_fwp.decoding: any of fairseq's. To carry a state, its decoder is a `StreamingDecoder`.
 """
 
 from fairseq_fwp.evaluation.dynamic import DynamicRule

@@ -18,11 +18,12 @@ first 1/5000 of the windows: N = 161 of WikiText-103.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fairseq_fwp.decoding import Model
 from fairseq_fwp.evaluation.scoring import Scorer
 from fairseq_fwp.evaluation.windows import Window
 
@@ -72,7 +73,7 @@ class DynamicRule:
         return f"dynamic evaluation ({text}, lr {self.lr:g}, decay {self.decay:g})"
 
 
-def learned_weights(model: Any) -> list[Tensor]:
+def learned_weights(model: Model) -> list[Tensor]:
     """Return all weights that training changes, each once."""
     return [weight for weight in model.parameters() if weight.requires_grad]
 

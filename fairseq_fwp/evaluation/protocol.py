@@ -5,14 +5,14 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
+from fairseq_fwp.decoding import Model, streaming
 from fairseq_fwp.evaluation.dynamic import DynamicRule, DynamicScorer, measure
 from fairseq_fwp.evaluation.scoring import Scorer, StreamScorer, WindowScorer, score
 from fairseq_fwp.evaluation.windows import Text, Window, batches, document_windows
-from fairseq_fwp.modules.layers import faster_linear
+from fairseq_fwp.modules.onednn import faster_linear
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +51,15 @@ class Protocol:
             text = f"blocks of {self.window} tokens, each by itself"
         return text if self.dynamic is None else f"{text}, {self.dynamic}"
 
-    def check(self, model: Any) -> None:
+    def check(self, model: Model) -> None:
         """Raise ValueError for a model that cannot follow the protocol."""
         limit = model.max_positions()
         if self.window > limit:
             remedy = f"pass at most {limit}, or allow more by `max_target_positions`"
             expected = f"at most {limit}, the longest sample in training"
             raise ValueError(f"`window` must be {expected}, got {self.window}: {remedy}")
-        if self.carry_state and not getattr(model.decoder, "carries_state", False):
+        decoder = streaming(model)
+        if self.carry_state and not (decoder and decoder.carries_state):
             name = type(model).__name__
             raise ValueError(f"`carry_state` must be off for {name}, which has no state of constant size: leave it out")
 
@@ -69,7 +70,7 @@ class Protocol:
         size = batch_size or max(1, TOKENS_AT_ONCE.get(text.tokens.device.type, 1) // self.window)
         return list(batches(document_windows(text, self.window, self.context), size))
 
-    def scorer(self, model: Any, text: Text) -> Scorer:
+    def scorer(self, model: Model, text: Text) -> Scorer:
         """Return the scorer of the windows of a plan, with fixed weights, on the model's device."""
         device = next(model.parameters()).device
         return (StreamScorer if self.carry_state else WindowScorer)(model, text.to(device))
@@ -108,7 +109,7 @@ class Scores:
 
 
 def evaluate(
-    model: Any,
+    model: Model,
     text: Text,
     protocol: Protocol,
     train: Text | None = None,
@@ -125,7 +126,7 @@ def evaluate(
     protocol.check(model)
     if train is not None:
         protocol = gather_statistics(model, train, protocol)
-    scorer: Any = protocol.scorer(model, text)
+    scorer = protocol.scorer(model, text)
     bar = progress(protocol.plan(scorer.text, batch_size))
     dynamic = None if protocol.dynamic is None else DynamicScorer(scorer, protocol.dynamic)
     started = time.perf_counter()
@@ -136,12 +137,12 @@ def evaluate(
     finally:
         if dynamic is not None:
             dynamic.restore()
-    count = getattr(model.decoder, "state_size", None)
-    kept = None if count is None else count(protocol.window, protocol.carry_state)
+    decoder = streaming(model)
+    kept = None if decoder is None else decoder.state_size(protocol.window, protocol.carry_state)
     return Scores(found, protocol, kept, time.perf_counter() - started)
 
 
-def gather_statistics(model: Any, train: Text, protocol: Protocol) -> Protocol:
+def gather_statistics(model: Model, train: Text, protocol: Protocol) -> Protocol:
     """Return the protocol with the statistics of the training text, read by the protocol, if its rule needs them."""
     rule = protocol.dynamic
     if rule is None or not rule.needs_statistics or rule.statistics is not None:

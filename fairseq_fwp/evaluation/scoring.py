@@ -1,25 +1,25 @@
 """Scorers: each returns the log-probabilities (base e) of the tokens that a batch of windows scores.
 
-The windows of a batch are consecutive and of one shape; the log-probabilities are in the text's order. A model is
-fairseq's: it has a `decoder` and `get_normalized_probs`. Shapes: B windows of a batch, n tokens that each scores.
+The windows of a batch are consecutive and of one shape; the log-probabilities are in the text's order.
+Shapes: B windows of a batch, n tokens that each scores.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fairseq_fwp.decoding import Model, State, streaming
 from fairseq_fwp.evaluation.windows import Text, Window
 
 
 class Scorer:
     """A scorer of batches of windows of a text with a model, in evaluation mode."""
 
-    def __init__(self, model: Any, text: Text) -> None:
+    def __init__(self, model: Model, text: Text) -> None:
         self.model = model.eval()
+        self.streaming = streaming(model)
         self.text = text
         self.starts = frozenset(text.starts)
 
@@ -42,23 +42,28 @@ class WindowScorer(Scorer):
     def log_probs(self, batch: list[Window]) -> Tensor:
         inputs = torch.stack([self.text.inputs[window.start : window.end] for window in batch])
         tokens = torch.stack([self.text.tokens[window.first : window.end] for window in batch])
-        decoder, scored = self.model.decoder, tokens.shape[1]
-        if "last" in inspect.signature(getattr(decoder, "extract_features", decoder.forward)).parameters:
-            output = decoder.output_layer(decoder.extract_features(inputs, last=scored)[0])
-        else:
-            output = decoder(inputs)[0][:, -scored:]
-        return target_log_prob(self.model, output, tokens).flatten()
+        scored = tokens.shape[1]
+        if self.streaming is None:
+            output = self.model.decoder(inputs)[0][:, -scored:]
+            log_probs = self.model.get_normalized_probs((output, None), log_probs=True, sample={"target": tokens})
+            return log_probs.gather(-1, tokens.unsqueeze(-1)).flatten()
+        features, _ = self.streaming.extract_features(inputs, last=scored)
+        output = self.streaming.output_layer(features)
+        return self.streaming.adaptive_softmax.target_log_prob(output, tokens).flatten()
 
 
 class StreamScorer(Scorer):
     """A scorer that reads windows one after the other, each from the state that the one before it left.
 
-    The decoder takes `state` and returns a new one as "state" in its second value. A document starts without a state.
+    A document starts without a state. Raises ValueError for a model that does not continue from a state.
     """
 
-    def __init__(self, model: Any, text: Text) -> None:
+    def __init__(self, model: Model, text: Text) -> None:
         super().__init__(model, text)
-        self.state: Any = None
+        if self.streaming is None:
+            raise ValueError(f"the model must continue from a state, got {type(model).__name__}")
+        self.decoder = self.streaming
+        self.state: State | None = None
         self.read = 0
 
     def log_probs(self, batch: list[Window]) -> Tensor:
@@ -69,18 +74,9 @@ class StreamScorer(Scorer):
         if not self.read == window.start == window.first:
             raise ValueError(f"the next window must begin after the {self.read} tokens read, got {window}")
         read = slice(window.start, window.end)
-        output, extra = self.model.decoder(self.text.inputs[read].unsqueeze(0), state=self.state)
+        output, extra = self.decoder(self.text.inputs[read].unsqueeze(0), state=self.state)
         self.state, self.read = extra["state"].detach(), window.end
-        return target_log_prob(self.model, output, self.text.tokens[read].unsqueeze(0)).flatten()
-
-
-def target_log_prob(model: Any, output: Tensor, tokens: Tensor) -> Tensor:
-    """Return the log-probabilities (B, n) of tokens (B, n), from what the decoder of a fairseq model returned."""
-    softmax: Any = getattr(model.decoder, "adaptive_softmax", None)
-    if hasattr(softmax, "target_log_prob"):
-        return softmax.target_log_prob(output, tokens)
-    log_probs = model.get_normalized_probs((output, None), log_probs=True, sample={"target": tokens})
-    return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return self.decoder.adaptive_softmax.target_log_prob(output, self.text.tokens[read].unsqueeze(0)).flatten()
 
 
 def score(

@@ -6,6 +6,7 @@ The paper does not give them. With random weights the layer would first have to 
 from typing import Any
 
 import torch
+from fairseq.models import FairseqLanguageModel
 from torch import Tensor
 
 # The identity is a difference of squares, which is sensitive to small changes of U or W. Adam moves all weights by
@@ -59,7 +60,7 @@ def damped_power(moments: Tensor, exponent: float) -> Tensor:
     return vectors * (values.clamp(min=0) / values.median() + DAMPING) ** exponent @ vectors.mT
 
 
-def read_moments(model: Any, tokens: Tensor, count: int, carry: bool) -> tuple[Tensor, Tensor, Tensor]:
+def read_moments(model: FairseqLanguageModel, tokens: Tensor, count: int, carry: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean (D,) and covariance (D, D) of the layer's inputs, and second moments of the loss's gradients.
 
     They come from `count` of the tokens (N,), in segments as long as in training. `carry`: the state is carried over

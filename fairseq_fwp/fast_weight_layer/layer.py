@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check, look_up
 from fairseq_fwp.fast_weight_layer.initialization import HEIGHT, be_identity, white_bases
 from fairseq_fwp.fast_weight_layer.update import (
     FAST_WEIGHTS,
@@ -18,7 +19,6 @@ from fairseq_fwp.fast_weight_layer.update import (
 )
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax
 from fairseq_fwp.modules.attention.base import detach
-from fairseq_fwp.modules.layers import check, look_up
 
 # Initial step sizes are from the public code (google-research, fwl); the paper does not give them. Neither gives an
 # initial gamma: here, a segment counts 9 tenths of the next one.

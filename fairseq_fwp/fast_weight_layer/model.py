@@ -6,14 +6,17 @@ below it. The state of the layer is the last one of the decoder's layers.
 
 import logging
 from dataclasses import dataclass, fields
-from typing import Any, Optional
+from typing import Optional
 
 import torch
-from fairseq.dataclass import ChoiceEnum
+from fairseq.data import Dictionary
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, register_model
+from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.fast_weight_layer.layer import GRADIENTS_AT, FastWeightLayer
 from fairseq_fwp.fast_weight_layer.update import FAST_WEIGHTS, FastWeightLayerState
 from fairseq_fwp.models import presets
@@ -21,10 +24,9 @@ from fairseq_fwp.models.attention_options import by_argument, construct
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
-from fairseq_fwp.models.language_model import fill_in_defaults
+from fairseq_fwp.models.language_model import LanguageModel, fill_in_defaults
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax
-from fairseq_fwp.modules.layers import check
-from fairseq_fwp.options import option
+from fairseq_fwp.options import Settings, option
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ class LearningDecoder(LanguageModelDecoder):
     Incremental decoding gives the same as a stream of segments of --tokens-per-sample tokens.
     """
 
-    def __init__(self, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> None:
+    def __init__(self, cfg: FwpFwlLanguageModelConfig, dictionary: Dictionary) -> None:
         super().__init__(cfg, dictionary)
         identity = "the layer is the identity at first only on features of layer normalisation"
         check(not cfg.rms_norm, f"--rms-norm must be off with a fast weight layer, got on: {identity}")
@@ -121,14 +123,14 @@ class LearningDecoder(LanguageModelDecoder):
         return super().extract_features(tokens, state)
 
     def extract_features(
-        self, tokens: Tensor, state: Any = None, last: int | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
+    ) -> tuple[Tensor, DecoderState]:
         base, layer = split(state)
         x, base = self.extract_inputs(tokens, base)
         y, layer = self._adapt(x, tokens, layer)
         return y if last is None else y[:, y.shape[1] - last :], DecoderState((*base.layers, layer), base.positions)
 
-    def step(self, tokens: Tensor, state: Any, start: int) -> tuple[Tensor, Any]:
+    def step(self, tokens: Tensor, state: DecoderState | None, start: int) -> tuple[Tensor, DecoderState]:
         base, layer = split(state)
         x, base = super().step(tokens, base, start)
         pieces = []
@@ -148,7 +150,7 @@ class LearningDecoder(LanguageModelDecoder):
     def state_size(self, length: int, carried: bool = False) -> int:
         return super().state_size(length, carried) + self.fast_weight_layer.state_size(length, carried)
 
-    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         """Convert a checkpoint to this model if they differ only in the layer or in its step sizes and decays.
 
         A model without a layer gets a new one. Unless it starts at random, the layer takes over the gain and shift of
@@ -185,15 +187,18 @@ class FwlDecoder(LearningDecoder, FwpDecoder):
 class FwlXlDecoder(LearningDecoder, FwpXlDecoder):
     """A fast weight layer on the decoder of `fwp_xl_lm`."""
 
-    def __init__(self, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> None:
+    def __init__(self, cfg: FwpFwlLanguageModelConfig, dictionary: Dictionary) -> None:
         super().__init__(cfg, dictionary)
         # No dropout: these features are keys of what is learned while reading, and training would distrust noise.
         self.final_dropout = nn.Identity()
 
 
 # The models that can be below the layer, by their names in --fwl-base, and the decoders with the layer.
-BASES: dict[str, Any] = {"fwp_lm": FwpLanguageModel, "fwp_xl_lm": FwpXlLanguageModel}
-DECODERS: dict[str, Any] = {"fwp_lm": FwlDecoder, "fwp_xl_lm": FwlXlDecoder}
+BASES: dict[str, type[FwpLanguageModel | FwpXlLanguageModel]] = {
+    "fwp_lm": FwpLanguageModel,
+    "fwp_xl_lm": FwpXlLanguageModel,
+}
+DECODERS: dict[str, type[LearningDecoder]] = {"fwp_lm": FwlDecoder, "fwp_xl_lm": FwlXlDecoder}
 
 
 @register_model("fwp_fwl_lm", dataclass=FwpFwlLanguageModelConfig)
@@ -203,13 +208,13 @@ class FwpFwlLanguageModel(FwpLanguageModel, FwpXlLanguageModel):
     config = FwpFwlLanguageModelConfig
 
     @classmethod
-    def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
+    def adopt(cls, saved: Settings) -> Settings:
         """Return the settings of a model that can be below the layer, with the layer added."""
         base = ARCH_MODEL_NAME_REGISTRY.get(saved.get("_name"))
         return {**saved, "fwl_base": base} if base in BASES else saved
 
     @classmethod
-    def build_decoder(cls, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> LearningDecoder:
+    def build_decoder(cls, cfg: FwpFwlLanguageModelConfig, dictionary: Dictionary) -> LearningDecoder:
         return DECODERS[str(cfg.fwl_base)](cfg, dictionary)
 
     @classmethod
@@ -223,7 +228,9 @@ class FwpFwlLanguageModel(FwpLanguageModel, FwpXlLanguageModel):
 presets.register_presets("fwp_fwl_lm")
 
 
-def add_layer(base: Any, options: Any, arch: str, task: Any, hidden_dim: int | None) -> tuple[FwpFwlLanguageModel, Any]:
+def add_layer(
+    base: LanguageModel, options: FairseqDataclass, arch: str, task: FairseqTask, hidden_dim: int | None
+) -> tuple[FwpFwlLanguageModel, FairseqDataclass]:
     """Return the model with a layer that does not learn yet, and its options, from a base and its options.
 
     arch: the name of the base's architecture. Raises ValueError for a model that the layer cannot be put on.

@@ -11,21 +11,22 @@ A new option is a field here and an argument there. Metadata `same_function`: se
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import Enum
 from inspect import signature
-from typing import Any, Optional
+from typing import Optional, TypeVar, cast
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
+from fairseq_fwp.checks import check, look_up
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
-from fairseq_fwp.modules.attention.base import head_size
+from fairseq_fwp.modules.attention.base import Attention, head_size
 from fairseq_fwp.modules.attention.fast_weight import OUTPUT_GATES
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, Division, SumNormalization
 from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS, FeatureMap
-from fairseq_fwp.modules.layers import check, look_up
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
 
@@ -153,6 +154,8 @@ class AttentionOptions(MemoryOptions):
     )
 
 
+Part = TypeVar("Part")
+
 # Words before the name of a causal attention's argument in that of its option; the last option counts.
 CAUSAL = ("", "fwp_", "decoder_", "attention_", "attention_normalization_")
 LINEAR = ("attention_",)  # the same for the linear attentions of translation
@@ -160,7 +163,7 @@ SIZES = {"embed_dim": "decoder_embed_dim", "num_heads": "decoder_attention_heads
 
 EPSILONS = {"normalization_epsilon": "epsilon", "add_normalization_epsilon": "add_epsilon"}
 # The options of each normalisation, and their arguments; of two for one argument the last counts that is not None.
-NORMALIZATIONS: dict[str, tuple[Any, dict[str, str]]] = {
+NORMALIZATIONS: dict[str, tuple[type[Division], dict[str, str]]] = {
     "sum_normalization": (SumNormalization, {**EPSILONS, "sum_normalization_epsilon": "epsilon"}),
     "attention_normalization": (
         AttentionNormalization,
@@ -173,7 +176,7 @@ OF_ATTENTION = {"update_rule", "feature_map", *(field.name for field in fields(A
 ALWAYS_USED = {"decoder_update_rule", "update_rule", "fwp_backend"}
 
 
-def attention_name(cfg: Any) -> str:
+def attention_name(cfg: AttentionOptions) -> str:
     """Return the name in ATTENTIONS that the options select; some, such as softmax, are given as an update rule."""
     rule = cfg.decoder_update_rule
     if rule == SOFTMAX:
@@ -181,7 +184,7 @@ def attention_name(cfg: Any) -> str:
     return rule if rule in rule_choices() and rule not in UPDATE_RULES else "fast_weight"
 
 
-def softmax_name(cfg: Any) -> str:
+def softmax_name(cfg: AttentionOptions) -> str:
     """Return the name in ATTENTIONS of softmax: over all past tokens, or within a window if the options have one."""
     return SOFTMAX if getattr(cfg, "attention_window", None) is None else "local"
 
@@ -191,7 +194,7 @@ def rule_choices() -> list[str]:
     return [*(name for name, attention in ATTENTIONS.items() if attention.named_as_rule), *UPDATE_RULES]
 
 
-def add_choices(parser: Any, options: type, choices: Mapping[str, Iterable[str]]) -> None:
+def add_choices(parser: ArgumentParser, options: type, choices: Mapping[str, Iterable[str]]) -> None:
     """Add options whose choices are the current entries of tables; fairseq's parser then does not add them again."""
     for field in fields(options):
         if field.name in choices:
@@ -204,7 +207,9 @@ def by_argument(options: type, *prefixes: str) -> dict[str, str]:
     return {name.removeprefix(prefix): name for prefix in prefixes for name in names if name.startswith(prefix)}
 
 
-def construct(kind: Any, cfg: Any, options: Mapping[str, str], *first: Any, **given: Any) -> Any:
+def construct(
+    kind: Callable[..., Part], cfg: object, options: Mapping[str, str], *first: object, **given: object
+) -> Part:
     """Return kind(*first, ...) with the arguments that it takes, given or from options; errors name flags.
 
     options: names by argument.
@@ -231,7 +236,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def build_attention(options: type, cfg: Any, name: str | None = None, depth: float = 0.0) -> Any:
+def build_attention(options: type, cfg: AttentionOptions, name: str | None = None, depth: float = 0.0) -> Attention:
     """Return the causal attention of the configuration. Raises ValueError that names the flag for an invalid one.
 
     name: of ATTENTIONS, None = the one that the options select; depth: share of the layers below it, 0 = the first.
@@ -243,20 +248,19 @@ def build_attention(options: type, cfg: Any, name: str | None = None, depth: flo
             key_dim = head_size(**given, size=cfg.decoder_key_dim)
         given |= {"key_dim": key_dim, "feature_map": build_map(options, cfg, cfg.decoder_feature_map, key_dim)}
         given |= build_normalizations(cfg)
-    return construct(kind, cfg, names, **given, depth=depth)
+    return cast(Attention, construct(kind, cfg, names, **given, depth=depth))
 
 
-def build_map(options: type, cfg: Any, name: str, key_dim: int, besides: str = "") -> FeatureMap:
+def build_map(options: type, cfg: MemoryOptions, name: str, key_dim: int, besides: str = "") -> FeatureMap:
     """Return the map of that name for keys of key_dim. Raises ValueError for an unknown name.
 
     besides: words for further choices in the error.
     """
     kind = look_up("feature map", name, FEATURE_MAPS, besides)
-    feature_map: FeatureMap = construct(kind, cfg, by_argument(options, f"{name}_"), key_dim)
-    return feature_map
+    return construct(kind, cfg, by_argument(options, f"{name}_"), key_dim)
 
 
-def build_normalizations(cfg: Any) -> dict[str, Any]:
+def build_normalizations(cfg: MemoryOptions) -> dict[str, Division | None]:
     """Return sum and attention normalisation by the names of their arguments; None means off."""
     names = ("sum_normalization", "attention_normalization")
     built = {name: build_division(cfg, name) if getattr(cfg, name) else None for name in names}
@@ -265,14 +269,20 @@ def build_normalizations(cfg: Any) -> dict[str, Any]:
     return built
 
 
-def build_division(cfg: Any, name: str = "division") -> Any:
+def build_division(cfg: MemoryOptions, name: str = "division") -> Division:
     """Return the normalisation of that name."""
     kind, options = NORMALIZATIONS[name]
     given = {argument: option for option, argument in options.items() if getattr(cfg, option, None) is not None}
     return construct(kind, cfg, given)
 
 
-def used_options(options: type, cfg: Any, kind: Any, feature_map: str, prefixes: tuple[str, ...] = CAUSAL) -> set[str]:
+def used_options(
+    options: type,
+    cfg: MemoryOptions,
+    kind: Callable[..., object],
+    feature_map: str,
+    prefixes: tuple[str, ...] = CAUSAL,
+) -> set[str]:
     """Return the options that an attention of this class with this map uses."""
     accepted, names = signature(kind).parameters, by_argument(options, *prefixes)
     used = {name for argument, name in names.items() if argument in accepted}
@@ -288,7 +298,7 @@ def used_options(options: type, cfg: Any, kind: Any, feature_map: str, prefixes:
     return used
 
 
-def unused_options(options: type, cfg: Any, used: Iterable[set[str]]) -> list[str]:
+def unused_options(options: type, cfg: MemoryOptions | Namespace, used: Iterable[set[str]]) -> list[str]:
     """Return the options of attention that are not at their defaults and that no attention uses."""
     known = ALWAYS_USED.union(*used)
     others = (field for field in fields(options) if is_of_attention(field.name) and field.name not in known)

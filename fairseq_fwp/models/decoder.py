@@ -5,32 +5,31 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, cast
 
 import torch
 import torch.nn.functional as F
 from fairseq import utils
+from fairseq.data import Dictionary
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder
 from omegaconf import II
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
+from fairseq_fwp.decoding import Sample
 from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES
-from fairseq_fwp.modules.attention.base import detach, reorder, reset
+from fairseq_fwp.modules.attention.base import Attention, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
+from fairseq_fwp.modules.decoder_layer import DecoderLayer, LayerState
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import resample
-from fairseq_fwp.modules.layers import (
-    DecoderLayer,
-    Dropout,
-    LayerState,
-    at_least_float32,
-    check,
-    faster_linear,
-    layer_norm,
-)
-from fairseq_fwp.options import option
+from fairseq_fwp.modules.layer_norm import layer_norm
+from fairseq_fwp.modules.onednn import faster_linear
+from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.options import Settings, option
 
 logger = logging.getLogger(__name__)
 
@@ -106,40 +105,38 @@ class DecoderConfig(FairseqDataclass):
 class DecoderState(NamedTuple):
     """The state of the decoder: one state per layer, and the number of tokens (B,) read, without padding."""
 
-    layers: tuple[Any, ...]
+    layers: tuple[StateTree, ...]
     positions: Tensor
 
     def detach(self) -> "DecoderState":
         return DecoderState(detach(self.layers), self.positions)
 
-    def reorder(self, new_order: Tensor) -> "DecoderState":
-        return DecoderState(reorder(self.layers, new_order), reorder(self.positions, new_order))
+    def reorder(self, rows: Tensor) -> "DecoderState":
+        return DecoderState(reorder(self.layers, rows), reorder(self.positions, rows))
 
     def reset(self, rows: Tensor) -> "DecoderState":
         return DecoderState(reset(self.layers, rows), reset(self.positions, rows))
 
 
-STATES: set[Any] = {
+STATES: set[type[StateTree]] = {
     DecoderState,
     LayerState,
     *(state for attention in ATTENTIONS.values() for state in attention.states),
 }
 # A checkpoint in mid-epoch holds the state of its streams, under the class names of its time.
-torch.serialization.add_safe_globals([*STATES, *FORMER_NAMES])
+torch.serialization.add_safe_globals([*STATES, *FORMER_NAMES, (LayerState, "fairseq_fwp.modules.layers.LayerState")])
 # Models saved by torch.export.save take and return these states.
 for _state in STATES:
     torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_state.__name__}")
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):
-    """Embeddings, layers and an adaptive softmax, with fairseq's interface.
+    """Embeddings, layers and an adaptive softmax, with fairseq's interface: a `decoding.StreamingDecoder`.
 
     It continues from a state, and keeps it while decoding. No tensor here grows faster than linearly with the sequence.
     A subclass has `build_attention(cfg, index)`, the attention of a layer, and `build_positions(cfg)`, the absolute
     positions that are added to the embeddings, or None.
 
-    packs_documents: whether `first` can be given, so that a segment holds several documents;
-    carries_state: whether the size of the state has a bound;
     half_loss: whether training scores only the second half of a segment;
     reads_padding: whether tokens may be padding: a graph for another library can do without its masks;
     needs_state: flags without effect if no state is carried over segments, and what happens then.
@@ -150,7 +147,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     reads_padding = True
     carries_state: bool
 
-    def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
+    def __init__(self, cfg: DecoderConfig, dictionary: Dictionary) -> None:
         super().__init__(dictionary)
         for name in ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers"):
             check(getattr(cfg, name) >= 1, f"{flag(name)} must be at least 1, got {getattr(cfg, name)}")
@@ -204,9 +201,9 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.layer_positions: nn.ModuleList | None = None  # added to the inputs of each layer (Al-Rfou et al. 2019)
 
     @property
-    def attentions(self) -> list[Any]:
+    def attentions(self) -> list[Attention]:
         """The attention of each layer."""
-        return [layer.self_attn for layer in self.layers]
+        return [cast(DecoderLayer, layer).self_attn for layer in self.layers]
 
     def forward(
         self,
@@ -214,13 +211,13 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         encoder_out: None = None,
         incremental_state: dict[str, Any] | None = None,
         features_only: bool = False,
-        state: Any = None,
+        state: DecoderState | None = None,
         src_lengths: Tensor | None = None,
         first: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, Settings]:
         """Return features (B, L, D) of prev_output_tokens (B, L) for the adaptive softmax, and the new "state".
 
-        state, first: as in `extract_features`. With an incremental_state, which keeps the state from the first call on,
+        state, first: see `StreamingDecoder`. With an incremental_state, which keeps the state from the first call on,
         prev_output_tokens is the whole prefix, as fairseq passes it, and `first` has no effect. Only new tokens are
         read; the first value is their log-probabilities (B, L, V). (fairseq looks for "attn" in the second value.)
         """
@@ -241,17 +238,12 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         return x, {"attn": [None], "state": state, "scored": scored}
 
     def extract_features(
-        self, tokens: Tensor, state: Any = None, last: int | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        """Return features (B, L, D) of a segment of tokens (B, L), read after those of `state`, and the new state.
-
-        state: after earlier tokens, None = no earlier tokens;
-        last: only the features (B, last, D) of the last tokens; the last layer skips work for other tokens;
-        first (B, L): True at tokens that begin a document, so that nothing was read before; None = nowhere.
-        """
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
+    ) -> tuple[Tensor, DecoderState]:
+        """Read a segment, as `StreamingDecoder` says; with `last`, the last layer skips work for other tokens."""
         return self._read(tokens, state, last, first)
 
-    def step(self, tokens: Tensor, state: Any, start: int) -> tuple[Tensor, Any]:
+    def step(self, tokens: Tensor, state: DecoderState | None, start: int) -> tuple[Tensor, DecoderState]:
         """Return the same in incremental decoding, for tokens (B, L) that follow `start` tokens of the prefix."""
         return self._read(tokens, state, decoding=True)
 
@@ -299,7 +291,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         return pairwise([start, *range(next_segment, start + length, self.sample_length), start + length])
 
     def get_normalized_probs(
-        self, net_output: tuple[Tensor, dict[str, Any] | None], log_probs: bool, sample: dict[str, Any] | None = None
+        self, net_output: tuple[Tensor, Settings | None], log_probs: bool, sample: Sample | None = None
     ) -> Tensor:
         """Return (log-)probabilities (B, L, V) of `forward`'s output; with a sample, exact only for its targets."""
         first, extra = net_output

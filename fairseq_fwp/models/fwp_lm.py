@@ -3,12 +3,15 @@
 It can be a hybrid: some layers have softmax, the others fast weights.
 """
 
+from argparse import ArgumentParser
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
+from fairseq.data import Dictionary
 from fairseq.models import register_model
 from torch import nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import (
     AttentionOptions,
     add_choices,
@@ -22,8 +25,9 @@ from fairseq_fwp.models.attention_options import (
 from fairseq_fwp.models.decoder import DecoderConfig, LanguageModelDecoder, check_probability
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
+from fairseq_fwp.modules.attention.base import Attention
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.layers import Dropout, check
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.options import option
 
@@ -72,14 +76,14 @@ class FwpLanguageModel(LanguageModel):
     config = FwpLanguageModelConfig
 
     @classmethod
-    def add_args(cls, parser: Any) -> None:
+    def add_args(cls, parser: ArgumentParser) -> None:
         """Add the flags of the configuration; their choices are the current rules and maps of the tables."""
         choices = {"decoder_update_rule": rule_choices(), "decoder_feature_map": FEATURE_MAPS}
         add_choices(parser, FwpLanguageModelConfig, choices)
         super().add_args(parser)  # it skips flags that exist already
 
     @classmethod
-    def build_decoder(cls, cfg: FwpLanguageModelConfig, dictionary: Any) -> "FwpDecoder":
+    def build_decoder(cls, cfg: FwpLanguageModelConfig, dictionary: Dictionary) -> "FwpDecoder":
         return FwpDecoder(cfg, dictionary)
 
     @classmethod
@@ -98,14 +102,14 @@ class FwpLanguageModel(LanguageModel):
 class FwpDecoder(LanguageModelDecoder):
     """`LanguageModelDecoder` over fast weights or softmax attention, or over both in different layers."""
 
-    def __init__(self, cfg: FwpLanguageModelConfig, dictionary: Any) -> None:
+    def __init__(self, cfg: FwpLanguageModelConfig, dictionary: Dictionary) -> None:
         super().__init__(cfg, dictionary)
         check_probability("final_dropout", cfg.final_dropout)
         self.final_dropout = Dropout(cfg.final_dropout, self)
         packs = all(attention.packs_documents for attention in self.attentions)
         self.packs_documents = packs and not cfg.positions_from_end
 
-    def build_positions(self, cfg: Any) -> nn.Module | None:
+    def build_positions(self, cfg: FwpLanguageModelConfig) -> nn.Module | None:
         if cfg.positions_from_end:
             off = "--positions-from-end must be off with"
             check(not cfg.no_token_positional_embeddings, f"{off} --no-token-positional-embeddings, got on")
@@ -117,7 +121,7 @@ class FwpDecoder(LanguageModelDecoder):
             return LearnedPositions(self.max_target_positions, cfg.decoder_embed_dim)
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
-    def build_attention(self, cfg: Any, index: int) -> nn.Module:
+    def build_attention(self, cfg: FwpLanguageModelConfig, index: int) -> Attention:
         names = layer_attentions(cfg)
         depth = (index - names.index(names[index])) / len(names)  # of the first of its kind 0
         return build_attention(FwpLanguageModelConfig, cfg, names[index], depth)

@@ -6,10 +6,11 @@ with any update rule. Each can be fairseq's softmax attention instead.
 """
 
 import re
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from fairseq.data import Dictionary
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import ARCH_MODEL_REGISTRY, register_model, register_model_architecture
@@ -21,8 +22,10 @@ from fairseq.models.transformer import (
 )
 from fairseq.models.transformer import base_architecture as transformer_architecture
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import (
     LINEAR,
     AttentionOptions,
@@ -35,10 +38,10 @@ from fairseq_fwp.models.language_model import TrainedModel, warn_of_unused
 from fairseq_fwp.models.translation_layers import FwpDecoderLayer, FwpEncoderLayer, SequenceAttention, SourceMemory
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX, LinearAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
-from fairseq_fwp.modules.layers import check, faster_linear
+from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.modules.positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.options import option
+from fairseq_fwp.options import Settings, option
 
 
 @dataclass
@@ -61,13 +64,13 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
 
     config = FastWeightOptions
 
-    def __init__(self, args: Any, encoder: "FwpTransformerEncoder", decoder: "FwpTransformerDecoder") -> None:
+    def __init__(self, args: Namespace, encoder: "FwpTransformerEncoder", decoder: "FwpTransformerDecoder") -> None:
         super().__init__(args, encoder, decoder)
         # A tuple, so that they are not registered twice: they belong to the decoder.
         encoder.readers = tuple(module for module in decoder.modules() if isinstance(module, SequenceAttention))
 
     @classmethod
-    def add_args(cls, parser: Any) -> None:
+    def add_args(cls, parser: ArgumentParser) -> None:
         """Add fairseq's flags of a Transformer and ours; choices are the current entries of the tables."""
         super().add_args(parser)
         maps = [SOFTMAX, *FEATURE_MAPS]
@@ -77,7 +80,7 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         gen_parser_from_dataclass(parser, FastWeightOptions(), delete_default=True)  # skips flags that exist already
 
     @classmethod
-    def build_model(cls, args: Any, task: Any) -> "FwpTransformerModel":
+    def build_model(cls, args: Namespace, task: FairseqTask) -> "FwpTransformerModel":
         """Build the model. Raises ValueError that names the flag to change if it cannot be built."""
         base_architecture(args)
         model = super().build_model(args, task)
@@ -85,13 +88,13 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         return model
 
     @classmethod
-    def unused_flags(cls, args: Any) -> list[str]:
+    def unused_flags(cls, args: Namespace) -> list[str]:
         found = unused_options(FastWeightOptions, args, linear_attentions(args))
         uses_softmax = len(linear_attentions(args)) < 3
         return [*found, "attention_dropout"] if args.attention_dropout and not uses_softmax else found
 
     @classmethod
-    def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def complete(cls, settings: Settings) -> Settings:
         args = Namespace(**settings)
         base_architecture(args)
         transformer_architecture(args)
@@ -109,14 +112,14 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         return super().same_function(name) if ours else bool(OF_TRAINING.search(name))
 
     @classmethod
-    def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
+    def adopt(cls, saved: Settings) -> Settings:
         """Return the settings of fairseq's own Transformer with softmax attention."""
         if ARCH_MODEL_REGISTRY.get(saved.get("arch", saved.get("_name"))) is cls:
             return saved
         return {**saved, **dict.fromkeys(("encoder_feature_map", "decoder_update_rule", "cross_feature_map"), SOFTMAX)}
 
     @classmethod
-    def build_encoder(cls, cfg: Any, src_dict: Any, embed_tokens: nn.Embedding) -> "FwpTransformerEncoder":
+    def build_encoder(cls, cfg: Namespace, src_dict: Dictionary, embed_tokens: nn.Embedding) -> "FwpTransformerEncoder":
         cfg = TransformerConfig.from_namespace(cfg)
         softmax = "--decoder-update-rule must be softmax with --cross-self-attention"
         check(has_softmax(cfg) or not cfg.cross_self_attention, f"{softmax}, got {cfg.decoder_update_rule}")
@@ -127,7 +130,7 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         return encoder
 
     @classmethod
-    def build_decoder(cls, cfg: Any, tgt_dict: Any, embed_tokens: nn.Embedding) -> "FwpTransformerDecoder":
+    def build_decoder(cls, cfg: Namespace, tgt_dict: Dictionary, embed_tokens: nn.Embedding) -> "FwpTransformerDecoder":
         cfg = TransformerConfig.from_namespace(cfg)
         decoder = FwpTransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
         count_positions(decoder, cfg.decoder.learned_pos, decoder.embed_dim)
@@ -146,7 +149,7 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         )
         return bool(self.encoder.readers)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run fairseq's forward pass; in training, first draw random feature maps again, once a mini-batch."""
         if not self.training:
             return super().forward(*args, **kwargs)
@@ -195,7 +198,7 @@ class FwpTransformerDecoder(TransformerDecoderBase):
         """Return a mask (L, L) for softmax attention; None for fast weights, which cannot see the future."""
         return super().buffered_future_mask(tensor) if has_softmax(self.cfg) else None
 
-    def extract_features(self, *args: Any, full_context_alignment: bool = False, **kwargs: Any) -> Any:
+    def extract_features(self, *args: object, full_context_alignment: bool = False, **kwargs: object) -> Any:
         softmax = "--decoder-update-rule must be softmax for alignments with the full context"
         check(has_softmax(self.cfg) or not full_context_alignment, f"{softmax}, got a fast weight rule")
         return super().extract_features(*args, full_context_alignment=full_context_alignment, **kwargs)
@@ -208,18 +211,18 @@ def wrap(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
 
-def count_positions(coder: Any, learned: bool, embed_dim: int) -> None:
+def count_positions(coder: TransformerEncoderBase | TransformerDecoderBase, learned: bool, embed_dim: int) -> None:
     """Let the sinusoidal positions of an encoder or decoder count tokens as ours; learned positions stay fairseq's."""
     if coder.embed_positions is not None and not learned:
         coder.embed_positions = CountedPositions(embed_dim, coder.padding_idx)
 
 
-def has_softmax(cfg: Any) -> bool:
+def has_softmax(cfg: TransformerConfig) -> bool:
     """Return whether the decoder's self-attention is fairseq's own."""
     return attention_name(cfg) == SOFTMAX
 
 
-def linear_attentions(cfg: Any) -> list[set[str]]:
+def linear_attentions(cfg: TransformerConfig) -> list[set[str]]:
     """Return the options that each of the three attentions uses that is not fairseq's own."""
     kind, options = ATTENTIONS[attention_name(cfg)], FastWeightOptions
     causal = [] if has_softmax(cfg) else [used_options(options, cfg, kind, cfg.decoder_feature_map)]
@@ -228,7 +231,7 @@ def linear_attentions(cfg: Any) -> list[set[str]]:
 
 
 @register_model_architecture("fwp_transformer", "fwp_transformer")
-def base_architecture(args: Any) -> None:
+def base_architecture(args: Namespace) -> None:
     """Set the size of fairseq's `transformer`, the delta rule without normalisation, and ELU+1 in all attentions."""
     for field in fields(FastWeightOptions):
         if not field.name.startswith("_"):

@@ -5,20 +5,22 @@ A call of the decoder reads one segment. Its "state" holds the `mem_len` newest 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from fairseq.data import Dictionary
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
+from fairseq_fwp.decoding import Sample
 from fairseq_fwp.models.attention_options import SIZES, naming_flags
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.language_model import LanguageModel
-from fairseq_fwp.modules.attention.base import check_heads
+from fairseq_fwp.modules.attention.base import Attention, check_heads
 from fairseq_fwp.modules.attention.relative import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
-from fairseq_fwp.modules.layers import check
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions
 from fairseq_fwp.options import option
 
@@ -56,7 +58,7 @@ class FwpXlLanguageModel(LanguageModel):
     config = FwpXlLanguageModelConfig
 
     @classmethod
-    def build_decoder(cls, cfg: FwpXlLanguageModelConfig, dictionary: Any) -> "FwpXlDecoder":
+    def build_decoder(cls, cfg: FwpXlLanguageModelConfig, dictionary: Dictionary) -> "FwpXlDecoder":
         return FwpXlDecoder(cfg, dictionary)
 
     @classmethod
@@ -64,14 +66,14 @@ class FwpXlLanguageModel(LanguageModel):
         unused = [] if cfg.decoder_positions == "relative" or not cfg.untie_biases else ["untie_biases"]
         return unused + (["clamp_len"] if cfg.decoder_positions in ABSOLUTE and cfg.clamp_len > 0 else [])
 
-    def get_normalized_probs(self, *args: Any, **kwargs: Any) -> Tensor:
+    def get_normalized_probs(self, *args: object, **kwargs: object) -> Tensor:
         """Return the decoder's. Raises ValueError in training with --half-loss: criterions would count all targets."""
         what = "--criterion must be adaptive_loss with --half-loss"
         counts_all = self.training and self.decoder.half_loss
         check(not counts_all, f"{what}: it divides by the number of scored targets")
         return super().get_normalized_probs(*args, **kwargs)
 
-    def get_targets(self, sample: dict[str, Any], net_output: Any) -> Tensor:
+    def get_targets(self, sample: Sample, net_output: Any) -> Tensor:
         """Return targets (B, L); with --half-loss in training, padding in the first half (Dai et al. 2019, Table 6)."""
         target = sample["target"]
         if not (self.training and self.decoder.half_loss):
@@ -88,7 +90,7 @@ class FwpXlDecoder(LanguageModelDecoder):
     their segment and the memory. After the last token of a segment only its newest `mem_len` inputs are kept.
     """
 
-    def __init__(self, cfg: FwpXlLanguageModelConfig, dictionary: Any) -> None:
+    def __init__(self, cfg: FwpXlLanguageModelConfig, dictionary: Dictionary) -> None:
         positions = cfg.decoder_positions
         check(cfg.mem_len >= 0, f"--mem-len must be at least 0, got {cfg.mem_len}")
         check(cfg.mem_len or not cfg.same_length, f"--mem-len must be at least 1 with --same-length, got {cfg.mem_len}")
@@ -116,16 +118,16 @@ class FwpXlDecoder(LanguageModelDecoder):
             tables = (LearnedPositions(cfg.tokens_per_sample, cfg.decoder_embed_dim) for _ in self.layers)
             self.layer_positions = nn.ModuleList(tables).apply(initialize)
         if positions == "relative" and not cfg.untie_biases:
-            first, *others = (attention.positions for attention in self.attentions)
+            first, *others = (module for module in self.modules() if isinstance(module, SinusoidalDistances))
             for other in others:
                 other.content_bias, other.position_bias = first.content_bias, first.position_bias
 
-    def build_positions(self, cfg: Any) -> SinusoidalPositions | None:
+    def build_positions(self, cfg: FwpXlLanguageModelConfig) -> SinusoidalPositions | None:
         if cfg.decoder_positions != "absolute":
             return None
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
-    def build_attention(self, cfg: Any, index: int) -> nn.Module:
+    def build_attention(self, cfg: FwpXlLanguageModelConfig, index: int) -> Attention:
         sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
         with naming_flags(SIZES):
             check_heads(*sizes)
@@ -141,20 +143,21 @@ class FwpXlDecoder(LanguageModelDecoder):
         return RelativeAttention(*sizes, positions, window, cfg.attention_dropout)
 
     def extract_features(
-        self, tokens: Tensor, state: Any = None, last: int | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
+    ) -> tuple[Tensor, DecoderState]:
         x, state = self._read(tokens, state, last, first)
         return x, self._remember(state)
 
-    def step(self, tokens: Tensor, state: Any, start: int) -> tuple[Tensor, Any]:
+    def step(self, tokens: Tensor, state: DecoderState | None, start: int) -> tuple[Tensor, DecoderState]:
         pieces = []
         if start == 0:
             state = self._cache(state, tokens)
         for begin, end in self.parts_of_segments(start, tokens.shape[1]):
-            if begin and begin % self.sample_length == 0:
+            if state is not None and begin and begin % self.sample_length == 0:
                 state = self._remember(state)
             x, state = self._read(tokens[:, begin - start : end - start], state)
             pieces.append(x)
+        assert state is not None  # there is one part at least
         return torch.cat(pieces, dim=1), state
 
     def state_size(self, length: int, carried: bool = False) -> int:
@@ -173,5 +176,6 @@ class FwpXlDecoder(LanguageModelDecoder):
         if state is None:
             empty = Memory(self.embed_tokens(tokens[:, :0]))
             state = DecoderState((empty,) * len(self.layers), tokens.new_zeros(len(tokens)))
-        caches = (attention.cache(memory) for attention, memory in zip(self.attentions, state.layers, strict=True))
+        attentions = (cast(RelativeAttention, attention) for attention in self.attentions)
+        caches = (attention.cache(memory) for attention, memory in zip(attentions, state.layers, strict=True))
         return DecoderState(tuple(caches), state.positions)

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import BaseFairseqModel, FairseqLanguageModel
+from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 
-from fairseq_fwp.modules.layers import check
-from fairseq_fwp.options import as_given, plain
+from fairseq_fwp.checks import check
+from fairseq_fwp.options import Settings, as_given, plain
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class TrainedModel(BaseFairseqModel):
     config: ClassVar[type[FairseqDataclass]]
 
     @classmethod
-    def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def complete(cls, settings: Settings) -> Settings:
         """Return only the options of the model: these settings, and defaults for the others."""
         return {name: settings.get(name, default) for name, default in vars(cls.config()).items()}
 
@@ -44,7 +45,7 @@ class TrainedModel(BaseFairseqModel):
         return "help" not in metadata or metadata.get("same_function", False)
 
     @classmethod
-    def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
+    def adopt(cls, saved: Settings) -> Settings:
         """Return the settings with which this model can load weights that were trained with the settings `saved`.
 
         For a model of this class these are `saved` itself. For another one, options that its weights do not determine
@@ -53,7 +54,7 @@ class TrainedModel(BaseFairseqModel):
         return saved
 
     @classmethod
-    def differences(cls, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    def differences(cls, saved: Settings, given: Settings) -> dict[str, tuple[Any, Any]]:
         """Return (saved value, given value) of differing options, without options that one of the two does not use."""
         adopted = cls.adopt(saved)
         before, after = cls.complete(adopted), cls.complete(given)
@@ -98,7 +99,7 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
     """
 
     @classmethod
-    def build_model(cls, cfg: Any, task: Any) -> "LanguageModel":
+    def build_model(cls, cfg: FairseqDataclass, task: FairseqTask) -> "LanguageModel":
         """Build the model. Raises ValueError that names the flag to change if it cannot be built."""
         cfg = fill_in_defaults(cfg, cls.config())
         words = len(task.target_dictionary)
@@ -126,7 +127,7 @@ def warn_of_unused(flags: list[str]) -> None:
         logger.warning("--%s has no effect on the chosen attention", flag.replace("_", "-"))
 
 
-def fill_in_defaults(cfg: Any, known: FairseqDataclass) -> Any:
+def fill_in_defaults(cfg: FairseqDataclass, known: FairseqDataclass) -> FairseqDataclass:
     """Return the configuration with defaults for options that an earlier version's checkpoint does not have."""
     missing = {option.name: getattr(known, option.name) for option in fields(known) if option.name not in cfg}
     if not missing:

@@ -7,12 +7,13 @@ decay are from Mao 2022, arXiv 2210.04243, which trains neither from scratch. Tr
 and what is chosen here, is in docs/papers.md.
 """
 
-from typing import Any
+from argparse import Namespace
 
 from fairseq.models import register_model_architecture
 
 from fairseq_fwp.models import fwp_lm, fwp_transformer, fwp_xl_lm  # noqa: F401  (what is registered for)
 from fairseq_fwp.modules import attention
+from fairseq_fwp.options import Settings
 
 WT103 = {"adaptive_softmax_cutoff": "20000,40000,200000"}
 SMALL = {"decoder_embed_dim": 128}
@@ -34,7 +35,7 @@ DELTA_RNN = {"decoder_update_rule": "delta_rnn", "sum_normalization": True}
 FAVOR = {"decoder_feature_map": "favor"}
 DPFP = {"decoder_feature_map": "dpfp", "dpfp_nu": 1}
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Settings] = {
     "sum_lm_wt103": {**SUM, **SMALL, **WT103},
     "sum_lm_wt103_medium": {**SUM, **MEDIUM, **WT103},
     "sum_favor_lm_wt103": {**SUM, **FAVOR, "favor_features": 8, **SMALL, **WT103},
@@ -58,7 +59,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def decoder(**sizes: int) -> dict[str, Any]:
+def decoder(**sizes: int) -> Settings:
     """Return the options of a decoder's sizes."""
     return {f"decoder_{name}": value for name, value in sizes.items()}
 
@@ -84,7 +85,7 @@ WIDE_340M = {"embed_dim": 1024, "ffn_embed_dim": 2816}
 TINY = {"embed_dim": 128, "ffn_embed_dim": 384, "layers": 4}
 
 
-def rwkv7(dim: int, layers: int, low: int, value: int, gate: int) -> dict[str, Any]:
+def rwkv7(dim: int, layers: int, low: int, value: int, gate: int) -> Settings:
     """Return RWKV-7 with heads of 64 and these ranks: of decays and rates, values, and the gate."""
     ranks = {"decay_rank": low, "rate_rank": low, "value_rank": value, "output_gate_rank": gate}
     sizes = decoder(embed_dim=dim, ffn_embed_dim=4 * dim, layers=layers, attention_heads=dim // 64)
@@ -93,7 +94,7 @@ def rwkv7(dim: int, layers: int, low: int, value: int, gate: int) -> dict[str, A
 
 # Sizes of 1.3b are the defaults of the configurations, 340m of delta_net is the published one. Those of the other two
 # have half the width of 1.3b. tiny trains on two cores of a CPU.
-MODERN_PRESETS: dict[str, dict[str, Any]] = {
+MODERN_PRESETS: dict[str, Settings] = {
     "delta_net_lm_tiny": {**DELTA_NET, **decoder(**TINY, attention_heads=2)},
     "delta_net_lm_340m": {**DELTA_NET, **decoder(**WIDE_340M, layers=24, attention_heads=8)},
     "delta_net_lm_1.3b": {**DELTA_NET, **decoder(**WIDE_1B, layers=24, attention_heads=16)},
@@ -118,7 +119,7 @@ MODERN_PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def noise(probability: float) -> dict[str, Any]:
+def noise(probability: float) -> Settings:
     """Return the options of one dropout everywhere."""
     return dict.fromkeys(["dropout", "activation_dropout", "attention_dropout"], probability)
 
@@ -128,7 +129,7 @@ XL = {"activation_dropout": 0.1}
 XL_LARGE = {"untie_biases": True, **decoder(layers=18, embed_dim=1024, ffn_embed_dim=4096, attention_heads=16)}
 ENWIK8 = {**decoder(layers=24, embed_dim=1024, ffn_embed_dim=3072), **noise(0.15), "mem_len": 768}
 
-XL_PRESETS: dict[str, dict[str, Any]] = {
+XL_PRESETS: dict[str, Settings] = {
     "xl_lm_wt103": {**XL, **SMALL, "mem_len": 256, **WT103},
     "xl_lm_wt103_medium": {**XL, **MEDIUM, "mem_len": 384, **WT103},
     "xl_lm_wt103_base": {
@@ -141,7 +142,7 @@ XL_PRESETS: dict[str, dict[str, Any]] = {
     "xl_lm_enwik8_large": {"untie_biases": True, **ENWIK8},
 }  # fmt: skip
 
-FWL_PRESETS: dict[str, dict[str, Any]] = {
+FWL_PRESETS: dict[str, Settings] = {
     "fwl_xl_lm_wt103": {"fwl_base": "fwp_xl_lm", **XL_PRESETS["xl_lm_wt103_large"]},
     "fwl_local_lm_wt103": {
         **SOFTMAX, **decoder(layers=12, embed_dim=768, ffn_embed_dim=3072, attention_heads=12), "attention_window": 256,
@@ -154,10 +155,10 @@ FWL_PRESETS: dict[str, dict[str, Any]] = {
 # features of Table 1's last column; the other columns are m = 32 (64 features) and 128 (256), and nu = 2 (256).
 WIDE = {"embed_dim": 1024, "ffn_embed_dim": 4096, "attention_heads": 16}
 BIG = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in WIDE.items()} | {"dropout": 0.3}
-MT_SIZES: dict[str, dict[str, Any]] = {"": {}, "_big": BIG}
-MT_MAPS: dict[str, dict[str, Any]] = {"elu": {}, "favor": {"favor_features": 256}, "dpfp": {"dpfp_nu": 4}}
+MT_SIZES: dict[str, Settings] = {"": {}, "_big": BIG}
+MT_MAPS: dict[str, Settings] = {"elu": {}, "favor": {"favor_features": 256}, "dpfp": {"dpfp_nu": 4}}
 
-MT_PRESETS: dict[str, dict[str, Any]] = {
+MT_PRESETS: dict[str, Settings] = {
     f"softmax_mt_wmt14_en_de{size}": {
         **SOFTMAX, "encoder_feature_map": attention.SOFTMAX, "cross_feature_map": attention.SOFTMAX, **sizes
     }
@@ -182,10 +183,10 @@ PRESETS_OF_MODELS = {
 }
 
 
-def register(name: str, preset: dict[str, Any], model: str = "fwp_lm") -> None:
+def register(name: str, preset: Settings, model: str = "fwp_lm") -> None:
     """Register `--arch name` with fairseq; flags of the command line override the preset."""
 
-    def fill_in(args: Any) -> None:
+    def fill_in(args: Namespace) -> None:
         for key, value in preset.items():
             setattr(args, key, getattr(args, key, value))
 

@@ -3,13 +3,15 @@
 Shapes in fairseq's layers: x (L, B, D), source (S, B, D), time first; padding (B, S), True at padding.
 """
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from fairseq.models import FairseqIncrementalDecoder
+from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import (
     LINEAR,
     AttentionOptions,
@@ -23,10 +25,10 @@ from fairseq_fwp.models.attention_options import (
 from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeightState, LinearAttention
 from fairseq_fwp.modules.attention.base import check_heads, reorder
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import check
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.options import Settings
 
-IncrementalState: TypeAlias = dict[str, Any] | None
+IncrementalState: TypeAlias = Settings | None
 Mask: TypeAlias = Tensor | None
 
 
@@ -46,7 +48,7 @@ class SequenceAttention(LinearAttention):
 
     gives_weights = False
 
-    def make_generation_fast_(self, need_attn: bool = False, **kwargs: Any) -> None:
+    def make_generation_fast_(self, need_attn: bool = False, **kwargs: object) -> None:
         """Prepare for generation; fairseq sets need_attn for --print-alignment."""
         self.gives_weights = need_attn
 
@@ -58,7 +60,7 @@ class SequenceAttention(LinearAttention):
         key_padding_mask: Mask = None,
         attn_mask: Mask = None,
         need_head_weights: bool = False,
-        **rest: Any,
+        **rest: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output (L, B, D), and weights (H, B, L, S) or None; key: the source (S, B, D) or its states."""
         sees_all = "linear attention, which sees the whole sequence except padding"
@@ -89,7 +91,7 @@ class CausalAttention(FairseqIncrementalDecoder):
         value: Tensor,
         key_padding_mask: Mask = None,
         incremental_state: IncrementalState = None,
-        **rest: Any,
+        **rest: object,
     ) -> tuple[Tensor, None]:
         """Return the output (L, B, D), and None for weights; query (L, B, D) is also key and value."""
         state = self.get_incremental_state(incremental_state, "state")
@@ -104,7 +106,7 @@ class CausalAttention(FairseqIncrementalDecoder):
         if state is not None:
             self.set_incremental_state(incremental_state, "state", reorder(state, new_order))
 
-    def _get_input_buffer(self, incremental_state: IncrementalState) -> dict[str, Any]:
+    def _get_input_buffer(self, incremental_state: IncrementalState) -> Settings:
         """Return no past keys, which fairseq's layer asks for."""
         return {}
 
@@ -112,7 +114,7 @@ class CausalAttention(FairseqIncrementalDecoder):
 class FwpEncoderLayer(TransformerEncoderLayerBase):
     """fairseq's encoder layer with the attention that --encoder-feature-map names; softmax is fairseq's own."""
 
-    def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+    def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
         heads = heads_of("encoder", embed_dim, cfg)
         if cfg.encoder_feature_map == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg)
@@ -122,34 +124,36 @@ class FwpEncoderLayer(TransformerEncoderLayerBase):
 class FwpDecoderLayer(TransformerDecoderLayerBase):
     """The same for the decoder, with --decoder-update-rule and --cross-feature-map."""
 
-    def build_self_attention(self, embed_dim: int, cfg: Any, **options: Any) -> nn.Module:
+    def build_self_attention(self, embed_dim: int, cfg: TransformerConfig, **options: object) -> nn.Module:
         if cfg.decoder_update_rule == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg, **options)
         attention = build_attention(AttentionOptions, cfg)
-        check(
-            isinstance(attention, FastWeightAttention),
-            f"--decoder-update-rule must be softmax or one of {', '.join(UPDATE_RULES)} in translation, got "
-            f"{cfg.decoder_update_rule}",
-        )
+        if not isinstance(attention, FastWeightAttention):
+            raise ValueError(
+                f"--decoder-update-rule must be softmax or one of {', '.join(UPDATE_RULES)} in translation, got "
+                f"{cfg.decoder_update_rule}"
+            )
         q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
         initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
         return CausalAttention(attention)
 
-    def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+    def build_encoder_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
         heads = heads_of("decoder", embed_dim, cfg)
         if cfg.cross_feature_map == SOFTMAX:
             return super().build_encoder_attention(embed_dim, cfg)
         return build_linear_attention(cfg.cross_feature_map, embed_dim, heads, cfg, source_dim=cfg.encoder_embed_dim)
 
 
-def heads_of(side: str, embed_dim: int, cfg: Any) -> int:
+def heads_of(side: str, embed_dim: int, cfg: TransformerConfig) -> int:
     """Return the number of heads. Raises ValueError that names the side's flags unless they divide its dimension."""
     with naming_flags({"embed_dim": f"{side}_embed_dim", "num_heads": f"{side}_attention_heads"}):
         check_heads(embed_dim, getattr(cfg, f"{side}_attention_heads"))
     return int(getattr(cfg, f"{side}_attention_heads"))
 
 
-def build_linear_attention(name: str, embed_dim: int, num_heads: int, cfg: Any, **options: Any) -> SequenceAttention:
+def build_linear_attention(
+    name: str, embed_dim: int, num_heads: int, cfg: TransformerConfig, **options: object
+) -> SequenceAttention:
     """Return linear attention with the map of that name."""
     feature_map = build_map(AttentionOptions, cfg, name, embed_dim // num_heads, besides="softmax or ")
     first, names = (embed_dim, num_heads, feature_map), by_argument(AttentionOptions, *LINEAR)

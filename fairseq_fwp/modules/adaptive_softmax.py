@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.layers import Dropout, at_least_float32, check, faster_linear
+from fairseq_fwp.checks import check
+from fairseq_fwp.modules.dropout import Dropout
+from fairseq_fwp.modules.onednn import faster_linear
+from fairseq_fwp.ops.arguments import at_least_float32
 
 # The paper does not give initial values; this is from its public code.
 PROJECTION_STD = 0.01
@@ -150,7 +153,7 @@ class AdaptiveSoftmax(nn.Module):
             if isinstance(projection, nn.Linear):
                 nn.init.normal_(projection.weight, std=PROJECTION_STD)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         bias = state_dict.get(f"{prefix}bias")
         if bias is not None:
             absent = bias.isneginf()

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.layers import at_least_float32, check
+from fairseq_fwp.checks import check
+from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.rule import is_transformed
 
 
@@ -186,7 +187,7 @@ class Favor(FeatureMap):
         num_features, head_dim = self.projection.shape
         self.projection = DRAWS[self.draw](num_features, head_dim, generator).to(self.projection)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         projection = state_dict.pop(f"{prefix}projection", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.given = projection is not None

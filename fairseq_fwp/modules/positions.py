@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.layers import check
+from fairseq_fwp.checks import check
 
 
 class LearnedPositions(nn.Module):

@@ -5,15 +5,17 @@ tokens, Dk size of a mapped key, Dv size of a value.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.layers import at_least_float32, check, look_up
+from fairseq_fwp.checks import check, look_up
+from fairseq_fwp.ops.arguments import Results, at_least_float32
 
 
 class Gate(NamedTuple):
@@ -38,8 +40,13 @@ class Gate(NamedTuple):
     doubles: bool = False
 
 
+# (q, k, v, *gates, state, first=..., backend=...) -> (out, state), one tensor per gate: an `ops.Rule`, or a function.
+# That of a plug-in may lack `first`.
+Operator: TypeAlias = ops.Rule | Callable[..., Results]
+
+
 class UpdateRule(NamedTuple):
-    """An update rule: operator(q, k, v, *gates, state, first=..., backend=...) -> (out, state), one tensor per gate.
+    """An update rule: its operator and its gates.
 
     retrieves: it writes the difference to the value that the key retrieves; attention normalisation divides that too.
     forgets: for attention normalisation that forgets as the rule: gates -> gates of a rule for values (B, H, L, 1) of
@@ -48,7 +55,7 @@ class UpdateRule(NamedTuple):
     steps: keys and values a token, N: k (B, H, L, N, Dk), v (B, H, L, N, Dv).
     """
 
-    operator: Callable[..., tuple[Tensor, Tensor]]
+    operator: Operator
     gates: tuple[Gate, ...] = ()
     retrieves: bool = False
     forgets: Callable[..., tuple[Tensor, ...]] | Literal[False] | None = None
@@ -60,14 +67,35 @@ class UpdateRule(NamedTuple):
         return self.forgets is not False
 
     @property
-    def normalizer(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    def normalizer(self) -> Operator | None:
         """The rule of the normaliser, if this one also erases: only the output can then be normalised."""
         return ops.gla_rule if self.retrieves and self.forgets else None
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether the operator takes `first`, so that a segment may hold several documents."""
+        return isinstance(self.operator, ops.Rule) or "first" in signature(self.operator).parameters
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Pickle an entry of the table as its name: its functions may have none."""
         names = [name for name, rule in UPDATE_RULES.items() if rule is self]
         return (find_rule, (names[0],)) if names else (UpdateRule, tuple(self))
+
+
+def run(
+    operator: Operator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Sequence[Tensor],
+    state: Tensor | None,
+    first: Tensor | None,
+    backend: str,
+) -> Results:
+    """Return what the operator returns for the gates in its order."""
+    if first is None:  # which a function of a plug-in may not take
+        return operator(q, k, v, *gates, state, backend=backend)
+    return operator(q, k, v, *gates, state, first=first, backend=backend)
 
 
 def uniform_gate_bias(number: int) -> Tensor:
@@ -201,7 +229,7 @@ def find_rule(name: str) -> UpdateRule:
     check(isinstance(rule, UpdateRule), f"{where} must be an UpdateRule, got {type(rule).__name__}")
     given = isinstance(rule.gates, tuple) and all(isinstance(gate, Gate) for gate in rule.gates)
     check(given, f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
-    names, operator = [gate.name for gate in rule.gates], getattr(rule.operator, "rule", rule.operator)
+    names, operator = [gate.name for gate in rule.gates], rule.operator
     if isinstance(operator, ops.Rule) and names != [*operator.gates]:
         known, got = ", ".join(operator.gates), ", ".join(names) or "none"
         raise ValueError(f"{where}: gates must be those of {operator.name}, in their order: {known}, got {got}")

@@ -23,6 +23,11 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x in float32 if its dtype has 16 bits, and x itself otherwise."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
 def expect_shape(name: str, x: Tensor, **sizes: int | None) -> None:
     """Raise ValueError unless a tensor has these sizes, in their order; None: of any size."""
     if len(sizes) != x.dim() or any(size not in (None, n) for size, n in zip(sizes.values(), x.shape, strict=True)):

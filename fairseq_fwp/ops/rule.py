@@ -5,9 +5,10 @@ B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter, Signature
 from itertools import pairwise, starmap
 from operator import index
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .reference import allocate, backward, forward, loop, refuse_double_backward
 
 BACKENDS = ("auto", "kernel", "fla", "reference")
 REFERENCE = "use backend='reference', which layers take too"
+OPTIONS = {"first": None, "backend": "auto", "states_after": None}  # by name only, with their defaults
 SIZES = {"B", "H", "Hk", "L", "N", "Dk", "Dv"}
 
 
@@ -31,9 +33,12 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Rule:
     """An update rule as a function of tensors: state in, state out, no parameters.
+
+    It has the name, the signature and the help text of a function, and is pickled as one: by its name in the module of
+    its step.
 
     name: of the function, for errors.
     step: the definition of the rule: (memory, k_t, v_t, *gates_t) -> memory after token t, all in the state's dtype.
@@ -55,7 +60,44 @@ class Rule:
     def __post_init__(self) -> None:
         self._check_form()
         object.__setattr__(self, "_compute", self.family or make_operator(self))
-        object.__setattr__(self, "__doc__", self.step.__doc__)
+        names = [*("q", "k", "v", *self.gates)]
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        parameters.append(Parameter("state", Parameter.POSITIONAL_OR_KEYWORD, default=None))
+        parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in OPTIONS.items()]
+        of_function: dict[str, object] = {
+            "__name__": self.name,
+            "__qualname__": self.name,
+            "__module__": self.step.__module__,
+        }
+        of_function |= {"__doc__": self.step.__doc__, "__signature__": Signature(parameters)}
+        for attribute, value in of_function.items():
+            object.__setattr__(self, attribute, value)
+
+    def __repr__(self) -> str:
+        return f"{self.name}{Signature.from_callable(self)}"
+
+    def __reduce__(self) -> str:
+        return self.name
+
+    @overload
+    def __call__(
+        self,
+        *arguments: Tensor | None,
+        first: Tensor | None = None,
+        backend: str = "auto",
+        states_after: None = None,
+        **named: Tensor | None,
+    ) -> Results: ...
+
+    @overload
+    def __call__(
+        self,
+        *arguments: Tensor | None,
+        first: Tensor | None = None,
+        backend: str = "auto",
+        states_after: Sequence[int],
+        **named: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def __call__(
         self,
@@ -64,8 +106,14 @@ class Rule:
         backend: str = "auto",
         states_after: Sequence[int] | None = None,
         **named: Any,
-    ) -> Any:
+    ) -> tuple[Tensor, ...]:
         """Return out (B, H, L, Dv) and the new state. Arguments: q, k, v, gates and state, in this order or by name."""
+        # The usual forms, without the microseconds that sorting the arguments needs.
+        count = 3 + len(self.gates)
+        if states_after is None and len(arguments) == count + 1 and not named:
+            return self.run(*arguments[:-1], state=arguments[-1], first=first, backend=backend)
+        if states_after is None and len(arguments) == count and named.keys() <= {"state"}:
+            return self.run(*arguments, **named, first=first, backend=backend)
         names = ("q", "k", "v", *self.gates, "state")
         given = dict(zip(names, arguments, strict=False)) | named
         if len(arguments) > len(names) or {*names[:-1]} - {*given} or {*given} - {*names}:

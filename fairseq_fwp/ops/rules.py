@@ -5,55 +5,40 @@ rule reads with out_t = q_t W_t. Decays are the share that is kept, usually in (
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, Results, Shape, for_heads, outer, retrieve, state_dtype
+from .arguments import (
+    PER_KEY,
+    PER_TOKEN,
+    PER_VALUE,
+    Results,
+    Shape,
+    at_least_float32,
+    for_heads,
+    outer,
+    retrieve,
+    state_dtype,
+)
 from .fast_weights import fast_weights
 from .rule import Rule
 
-Function = Callable[..., Results]
 RULES: list[Rule] = []  # in the order of this page
-OPTIONS = {"first": None, "backend": "auto", "states_after": None}  # by name only, with their defaults
 
 
 def rule(
     family: Callable[..., Results] | None = None, **gates: tuple[Shape, ...]
-) -> Callable[[Callable[..., Tensor]], Function]:
-    """Turn a step into the function of its rule, with the rule's signature for ``help()``. Arguments as of `Rule`."""
+) -> Callable[[Callable[..., Tensor]], Rule]:
+    """Turn a step into the rule of its name. Arguments as of `Rule`."""
 
-    def decorate(step: Callable[..., Tensor]) -> Function:
-        return function_of(Rule(step.__name__, step, gates, family))
+    def decorate(step: Callable[..., Tensor]) -> Rule:
+        RULES.append(Rule(step.__name__, step, gates, family))
+        return RULES[-1]
 
     return decorate
-
-
-def function_of(rule: Rule) -> Function:
-    RULES.append(rule)
-
-    count = 3 + len(rule.gates)
-
-    def call(*arguments: Any, first: Tensor | None = None, backend: str = "auto", **named: Any) -> Results:
-        # The usual forms, without the microseconds that `Rule.__call__` needs to sort its arguments.
-        if len(arguments) == count + 1 and not named:
-            return rule.run(*arguments[:-1], state=arguments[-1], first=first, backend=backend)
-        if len(arguments) == count and named.keys() <= {"state"}:
-            return rule.run(*arguments, **named, first=first, backend=backend)
-        return rule(*arguments, first=first, backend=backend, **named)
-
-    kinds = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
-    parameters = [Parameter(name, kinds[0]) for name in ("q", "k", "v", *rule.gates)]
-    parameters.append(Parameter("state", kinds[0], default=None))
-    parameters += [Parameter(name, kinds[1], default=value) for name, value in OPTIONS.items()]
-    call.__name__ = call.__qualname__ = rule.name
-    call.__doc__, call.__module__ = rule.step.__doc__, __name__
-    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    call.rule = rule  # type: ignore[attr-defined]
-    return call
 
 
 @rule(fast_weights)
@@ -70,11 +55,6 @@ def sum_rule(memory: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return memory + outer(k, v)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Return x for products and differences that half precision would round."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 def _expect_factors(q: Tensor, *factors: tuple[Tensor, tuple[int, ...]]) -> None:
     """Refuse gates whose product would broadcast or change its dtype, which the operator would not see."""
     if any(x.shape != shape or x.dtype not in (q.dtype, state_dtype(q.dtype)) for x, shape in factors):
@@ -82,7 +62,7 @@ def _expect_factors(q: Tensor, *factors: tuple[Tensor, tuple[int, ...]]) -> None
 
 
 def _gated(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, **rest: Any) -> Results:
-    return fast_weights(q, k, v, decay=gate, rate=torch.rsub(_wide(gate), 1), **rest)
+    return fast_weights(q, k, v, decay=gate, rate=torch.rsub(at_least_float32(gate), 1), **rest)
 
 
 @rule(_gated, gate=(PER_TOKEN,))
@@ -264,7 +244,7 @@ def _rwkv7(
     if decay.dim() != 4:  # the operator takes a decay per head too
         raise ValueError(f"rwkv7_rule: decay must have shape (B, H, L, Dk), got {tuple(decay.shape)}")
     _expect_factors(q, (removal_key, removal_key.shape), (removal_rate, removal_key.shape))
-    key = _wide(removal_key)
+    key = at_least_float32(removal_key)
     return fast_weights(q, k, v, decay=decay, removal_key=key, removal=removal_rate * key, **rest)
 
 
@@ -329,7 +309,7 @@ def _gdn2(
     _expect_factors(q, (decay, decay.shape), (erase, (*v.shape[:3], k.shape[3])), (write, v.shape))
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError("gdn2_rule: q, k and v must have the same dtype")
-    dtype, (q, k, v, decay) = v.dtype, map(_wide, (q, k, v, decay))
+    dtype, (q, k, v, decay) = v.dtype, map(at_least_float32, (q, k, v, decay))
     key = for_heads(k, v.shape[1])
     removal_key = erase * key * (decay if decay.dim() == 4 else decay.unsqueeze(-1))
     rest: dict[str, Any] = {"removal_key": removal_key, "removal": key, "state": state, "first": first}

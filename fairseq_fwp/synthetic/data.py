@@ -16,6 +16,8 @@ from fairseq.data import FairseqDataset
 from numpy.random import Generator
 from torch.utils.data import default_collate
 
+from fairseq_fwp.decoding import Sample
+
 NOT_ASKED = -1
 Sequence = tuple[np.ndarray, np.ndarray]  # symbols (L,), and answers (L,) or NOT_ASKED
 
@@ -48,11 +50,11 @@ class GeneratedSequences(FairseqDataset):
 
     size = num_tokens
 
-    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    def collater(self, samples: list[Sample]) -> Sample:
         """Return a batch for model and criterion; {} for no samples, as in a process without samples."""
         return {**self.batch(default_collate(samples)), "nsentences": len(samples)} if samples else {}
 
-    def batch(self, stacked: dict[str, Any]) -> dict[str, Any]:
+    def batch(self, stacked: Sample) -> Sample:
         """Return the batch of samples whose parts are stacked, without their number."""
         raise NotImplementedError
 
@@ -83,7 +85,7 @@ class Associations(GeneratedSequences):
             return generator.integers(self.num_keys, size=self.length)
         return generator.permutation(self.num_keys)[: self.length]
 
-    def batch(self, stacked: dict[str, Any]) -> dict[str, Any]:
+    def batch(self, stacked: Sample) -> Sample:
         target = stacked.pop("target")
         return {"net_input": stacked, "target": target, "ntokens": target.numel()}
 
@@ -155,13 +157,13 @@ class ProblemSequences(GeneratedSequences):
             pairs = min(pairs, 2 ** (1 + (self.epoch - 1) // self.doubling))
         return Setting(max(2 * pairs + 1, length * pairs // self.setting.pairs), pairs, symbols)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         """Return an id, and symbols and answers (L,) of the dictionary."""
         symbols, answers = self.problem(self.generator(index), self._setting())
         target = np.where(answers == NOT_ASKED, self.padding, answers + self.first)
         return {"id": int(index), "symbols": symbols + self.first, "target": target}
 
-    def batch(self, stacked: dict[str, Any]) -> dict[str, Any]:
+    def batch(self, stacked: Sample) -> Sample:
         symbols = stacked.pop("symbols")
         lengths = torch.full((len(symbols),), symbols.shape[1])
         answers = int((stacked["target"] != self.padding).sum())

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.normalization import (
     AttentionNormalization,
     SumNormalization,
@@ -30,8 +31,8 @@ from fairseq_fwp.modules.attention.normalization import (
     running_sum,
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32, check
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, Gate, find_rule
+from fairseq_fwp.ops.arguments import at_least_float32
 
 # Gates -> (B, H, L), how strongly a token writes, of operators that can be read backwards from a query: they are linear
 # in the values, and their transition is symmetric.

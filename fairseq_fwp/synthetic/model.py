@@ -11,15 +11,19 @@ Details missing in the paper are as in its public code (ischlag/fast-weight-tran
 biases of W_K and W_Q, which its equations do not have.
 """
 
+from argparse import ArgumentParser
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional, cast
 
 from fairseq import metrics
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.models import BaseFairseqModel, register_model
+from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fairseq_fwp.checks import check
+from fairseq_fwp.decoding import Sample
 from fairseq_fwp.models.attention_options import (
     CAUSAL,
     MemoryOptions,
@@ -36,9 +40,8 @@ from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.models.presets import register
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
-from fairseq_fwp.modules.layers import check
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.options import option
+from fairseq_fwp.options import Settings, option
 from fairseq_fwp.synthetic.memory import FastWeightMemory, SoftmaxMemory
 
 # E for each of the S keys and S values, from the public code; the paper does not give it.
@@ -73,20 +76,21 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
         self.gate_projs = memory.gate_projections(embed_dim + num_keys)
 
     @classmethod
-    def add_args(cls, parser: Any) -> None:
+    def add_args(cls, parser: ArgumentParser) -> None:
         """Add the flags of the configuration; their choices are the current rules and maps of the tables."""
         choices = {"update_rule": [SOFTMAX, *UPDATE_RULES], "feature_map": FEATURE_MAPS}
         add_choices(parser, FwpAssociativeRetrievalConfig, choices)
         super().add_args(parser)  # it skips flags that exist already
 
     @classmethod
-    def build_model(cls, cfg: FwpAssociativeRetrievalConfig, task: Any) -> "FwpAssociativeRetrieval":
+    def build_model(cls, cfg: FwpAssociativeRetrievalConfig, task: FairseqTask) -> "FwpAssociativeRetrieval":
         """Build the model; task.num_keys is S. Raises ValueError for a configuration that cannot be built."""
         for name in ("key_dim", "embed_dim"):
             value = getattr(cfg, name)
             check(value is None or value >= 1, f"{flag(name)} must be at least 1, got {value}")
         embed_dim = int(2 * task.num_keys * EMBED_DIM_PER_SYMBOL) if cfg.embed_dim is None else cfg.embed_dim
-        options, memory = FwpAssociativeRetrievalConfig, SoftmaxMemory(task.num_keys)
+        options = FwpAssociativeRetrievalConfig
+        memory: SoftmaxMemory | FastWeightMemory = SoftmaxMemory(task.num_keys)
         if cfg.update_rule != SOFTMAX:
             given = {"feature_map": build_map(options, cfg, cfg.feature_map, cfg.key_dim), **build_normalizations(cfg)}
             names = by_argument(options, *CAUSAL)
@@ -100,10 +104,10 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
             resample(self)
         q = functional.embedding(queries, self.query_proj(self.embedding.weight))
         k = self._project(self.key_proj, keys, values)
-        gates = [self._project(projection, keys, values) for projection in self.gate_projs.values()]
+        gates = [self._project(cast(nn.Linear, projection), keys, values) for projection in self.gate_projs.values()]
         return self.memory(q, k, values, gates)
 
-    def _project(self, projection: Any, keys: Tensor, values: Tensor) -> Tensor:
+    def _project(self, projection: nn.Linear, keys: Tensor, values: Tensor) -> Tensor:
         """Return W [e(k); v] (B, L, out), from one table of all keys and one of all values."""
         by_key, by_value = projection.weight.split([self.embedding.embedding_dim, self.embedding.num_embeddings], 1)
         by_key = functional.linear(self.embedding.weight, by_key, projection.bias)
@@ -122,7 +126,7 @@ FWM = {"update_rule": "fwm", "norm_read_out": True}
 FAVOR = {"feature_map": "favor"}
 DPFP = {"feature_map": "dpfp"}
 
-RETRIEVAL_PRESETS: dict[str, dict[str, Any]] = {
+RETRIEVAL_PRESETS: dict[str, Settings] = {
     "softmax_retrieval": {"update_rule": SOFTMAX},
     "sum_retrieval": SUM,
     "sum_favor64_retrieval": {**SUM, **FAVOR, "favor_features": 64},
@@ -160,7 +164,7 @@ class SquaredErrorCriterion(FairseqCriterion):
     query should retrieve, or -1 for a query that is not asked.
     """
 
-    def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
+    def forward(self, model: BaseFairseqModel, sample: Sample, reduce: bool = True) -> tuple[Tensor, int, Settings]:
         """Return the sum over queries, their number, and what is logged."""
         target = sample["target"]
         retrieved = model(**sample["net_input"])
@@ -171,7 +175,7 @@ class SquaredErrorCriterion(FairseqCriterion):
         return loss, asked, log
 
     @classmethod
-    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+    def reduce_metrics(cls, logging_outputs: list[Settings]) -> None:
         """Log the mean loss over all processes."""
         total = sum(float(log.get("loss", 0)) for log in logging_outputs)
         asked = sum(int(log.get("sample_size", 0)) for log in logging_outputs)

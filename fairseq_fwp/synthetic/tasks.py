@@ -9,12 +9,13 @@ from typing import Any, ClassVar, Optional
 from fairseq.data import Dictionary
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import flag
-from fairseq_fwp.modules.layers import check
-from fairseq_fwp.options import option
+from fairseq_fwp.options import Settings, option
 from fairseq_fwp.synthetic.data import PROBLEMS, Associations, GeneratedSequences, ProblemSequences, Setting
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class GeneratedTask(FairseqTask):
     smallest: ClassVar[dict[str, int]]
 
     @classmethod
-    def setup_task(cls, cfg: Any, **kwargs: Any) -> "GeneratedTask":
+    def setup_task(cls, cfg: Any, **kwargs: object) -> "GeneratedTask":
         """Set up the task. Raises ValueError for settings that define no sequence."""
         for name, smallest in cls.smallest.items():
             value = getattr(cfg, name)
@@ -45,7 +46,7 @@ class GeneratedTask(FairseqTask):
     def check_length(self, flag: str, length: int) -> None:
         """Raise ValueError for a length that defines no sequence."""
 
-    def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
+    def load_dataset(self, split: str, combine: bool = False, **kwargs: object) -> None:
         """Load the sequences of a split: "train", or any other name for evaluation."""
         self.datasets[split] = self.sequences(split == "train", seed=(self.cfg.seed, zlib.crc32(split.encode())))
 
@@ -138,7 +139,7 @@ class FwpAssociativeRetrievalTask(GeneratedTask):
         epoch: int = 1,
         data_buffer_size: int = 0,
         disable_iterator_cache: bool = False,
-        **options: Any,
+        **options: object,
     ) -> EpochBatchIterator:
         """Return batches of max_sentences sequences. Raises ValueError without that number."""
         if max_sentences is None:
@@ -165,13 +166,13 @@ class FwpAssociativeRetrievalTask(GeneratedTask):
             self.dataset_to_epoch_iter[dataset] = iterator
         return iterator
 
-    def begin_valid_epoch(self, epoch: int, model: Any) -> None:
+    def begin_valid_epoch(self, epoch: int, model: BaseFairseqModel) -> None:
         """Set the epoch: each evaluation has other sequences."""
         for split, dataset in self.datasets.items():
             if split != "train":
                 dataset.set_epoch(epoch)
 
-    def post_validate(self, model: Any, stats: dict[str, Any], agg: Any) -> None:
+    def post_validate(self, model: BaseFairseqModel, stats: Settings, agg: Any) -> None:
         """Record the loss of an evaluation; the first of several subsets counts, as for the best checkpoint.
 
         Evaluations in mid-epoch, because of an interruption, do not count: they would change when training ends.
@@ -202,11 +203,11 @@ class TrainingIterator(EpochBatchIterator):
             return math.nan
         return super().next_epoch_idx
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Settings:
         """Return fairseq's state for checkpoints, and the progress of the training."""
         return {**super().state_dict(), "progress": asdict(self.task.progress)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Settings) -> None:
         """Load the progress. Raises RuntimeError for a checkpoint of another task."""
         if "progress" not in state_dict:
             raise RuntimeError(

@@ -1,18 +1,15 @@
-"""The state that a model carries from one segment of its streams to the next.
-
-A model that carries a state has a decoder with `carries_state = True`, takes `state=` (None = nothing read) and
-returns the new one as "state" in the second value. The state is opaque here, except for three methods that return new
-states: `detach()`, `reorder(rows)` and `reset(rows)`. `reorder` takes the numbers (B',) int64 of the rows to keep.
-`reset` empties the rows where rows (B,) bool is True. `torch.load` must know the types of a state (`add_safe_globals`).
-A decoder with `packs_documents = True` also takes `first=` (B, L), True at tokens before which nothing has been read.
-"""
+"""The state that a model carries from one segment of its streams to the next: see `decoding.StreamingDecoder`."""
 
 import io
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from fairseq_fwp.decoding import Extra, Sample, State
+
+Result = TypeVar("Result")
 
 
 class Memory(NamedTuple):
@@ -20,7 +17,7 @@ class Memory(NamedTuple):
 
     segment: int = 0
     streams: tuple[int, ...] = ()
-    state: Any = None
+    state: State | None = None
 
 
 class CarriedState:
@@ -31,7 +28,7 @@ class CarriedState:
         self._updated = False
         self._saved: Tensor | None = None
 
-    def step(self, model: nn.Module, sample: dict[str, Any], compute: Callable[[dict[str, Any]], Any]) -> Any:
+    def step(self, model: nn.Module, sample: Sample, compute: Callable[[dict[str, Any]], Result]) -> Result:
         """Return compute(sample); the model gets the state of the sample's streams, and its new state is kept.
 
         If it fails, the old state is kept: after running out of memory, a stream continues without that segment.
@@ -40,8 +37,12 @@ class CarriedState:
             return compute(sample)
         net_input = {**sample["net_input"], "state": self._before(sample)}
         # A hook, because criteria only read the first value that a model returns.
-        states: list[Any] = []
-        hook = model.register_forward_hook(lambda _module, _inputs, output: states.append(output[1]["state"]))
+        states: list[State] = []
+
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Extra]) -> None:
+            states.append(output[1]["state"])
+
+        hook = model.register_forward_hook(keep)
         try:
             result = compute({**sample, "net_input": net_input})
         finally:
@@ -54,7 +55,7 @@ class CarriedState:
         """Record an update of the parameters; call it after each update."""
         self._updated = True
 
-    def _before(self, sample: dict[str, Any]) -> Any:
+    def _before(self, sample: Sample) -> State | None:
         """Return the state before a batch, None if all its rows start without a state."""
         device = sample["net_input"]["src_tokens"].device
         if self._saved is not None:

@@ -3,24 +3,34 @@
 import logging
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, TypeAlias
 
 from fairseq import utils
-from fairseq.data import data_utils
+from fairseq.criterions import FairseqCriterion
+from fairseq.data import Dictionary, FairseqDataset, data_utils
 from fairseq.data.indexed_dataset import get_available_dataset_impl
+from fairseq.data.iterators import EpochBatchIterator
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import FairseqLanguageModel
+from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
+from torch import Tensor
 
-from fairseq_fwp.modules.layers import check
+from fairseq_fwp.checks import check
+from fairseq_fwp.decoding import Sample, streaming
 from fairseq_fwp.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.streams import StreamIterator, Streams
 from fairseq_fwp.tasks.text import BLANK_LINE, Text, TextBlocks, document_starts
 
 logger = logging.getLogger(__name__)
+
+# The loss, its denominator and what is logged.
+StepResult: TypeAlias = tuple[Tensor, int, dict[str, Any]]
 
 
 @dataclass
@@ -52,14 +62,14 @@ class FwpLanguageModelingTask(LanguageModelingTask):
     "Without truncating context"). `carried_state` gives the state to the model.
     """
 
-    def __init__(self, args: Namespace, dictionary: Any) -> None:
+    def __init__(self, args: Namespace, dictionary: Dictionary) -> None:
         super().__init__(args, dictionary)
         self.training_state = CarriedState()
         self.validation_state = CarriedState()
         self.packs_documents = False
 
     @classmethod
-    def setup_task(cls, args: Namespace, **kwargs: Any) -> "FwpLanguageModelingTask":
+    def setup_task(cls, args: Namespace, **kwargs: object) -> "FwpLanguageModelingTask":
         """Set up the task. Raises ValueError for impossible settings, and FileNotFoundError without a dictionary."""
         dictionary, _ = cls.setup_dictionary(Namespace(data=args.data, output_dictionary_size=-1))
         length, separator = args.tokens_per_sample, args.reset_state_after
@@ -71,19 +81,20 @@ class FwpLanguageModelingTask(LanguageModelingTask):
             check(known, f"--reset-state-after must be {what} or {BLANK_LINE}, got {separator!r}")
         return cls(args, dictionary)
 
-    def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
+    def build_model(self, args: FairseqDataclass, from_checkpoint: bool = False) -> FairseqLanguageModel:
         """Build the model. Raises ValueError if it has no state to carry."""
         model = super().build_model(args, from_checkpoint)
+        decoder = streaming(model)
         check(
-            getattr(model.decoder, "carries_state", False) or not self.args.carry_state,
+            (decoder and decoder.carries_state) or not self.args.carry_state,
             f"--carry-state needs a model with a state of constant size, got {type(model).__name__} without one: "
             "choose an --arch with fast weights in every layer or with a memory, give softmax layers an "
             "--attention-window, or leave --carry-state out",
         )
-        self.packs_documents = getattr(model.decoder, "packs_documents", False)
+        self.packs_documents = decoder is not None and decoder.packs_documents
         return model
 
-    def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: Any) -> None:
+    def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: object) -> None:
         """Load the text of a split in blocks. Raises FileNotFoundError, or ValueError for an empty text."""
         paths = utils.split_paths(self.args.data)
         path = os.path.join(paths[(epoch - 1) % len(paths)], split)
@@ -108,14 +119,14 @@ class FwpLanguageModelingTask(LanguageModelingTask):
 
     def get_batch_iterator(
         self,
-        dataset: Any,
+        dataset: FairseqDataset,
         max_tokens: int | None = None,
         max_sentences: int | None = None,
         max_positions: int | None = None,
         num_shards: int = 1,
         shard_id: int = 0,
-        **options: Any,
-    ) -> Any:
+        **options: object,
+    ) -> EpochBatchIterator:
         """Return the streams of process shard_id in their order; fairseq's shuffling and filters have no effect.
 
         Raises ValueError without a number of streams, and for segments longer than the model allows.
@@ -175,7 +186,9 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         check(min(given) >= 1, f"{what}, got {max_sentences} and {max_tokens}")
         return min(given)
 
-    def eval_lm_dataloader(self, dataset: Any, *args: Any, context_window: int = 0, **kwargs: Any) -> Any:
+    def eval_lm_dataloader(
+        self, dataset: FairseqDataset, *args: object, context_window: int = 0, **kwargs: object
+    ) -> EpochBatchIterator:
         """Return fairseq's batches. Raises ValueError for a carried state and a context window."""
         check(
             not (self.args.carry_state or context_window),
@@ -184,20 +197,28 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         )
         return super().eval_lm_dataloader(dataset, *args, **kwargs)
 
-    def train_step(self, sample: dict[str, Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    def train_step(self, sample: Sample, model: FairseqLanguageModel, *args: object, **kwargs: object) -> StepResult:
         return self._carry(self.training_state, super().train_step, sample, model, *args, **kwargs)
 
-    def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
+    def optimizer_step(self, optimizer: FairseqOptimizer, model: FairseqLanguageModel, update_num: int) -> None:
         super().optimizer_step(optimizer, model, update_num)
         self.training_state.end_update()
 
-    def valid_step(self, sample: dict[str, Any], model: Any, criterion: Any) -> Any:
+    def valid_step(self, sample: Sample, model: FairseqLanguageModel, criterion: FairseqCriterion) -> StepResult:
         return self._carry(self.validation_state, super().valid_step, sample, model, criterion)
 
-    def _carry(self, state: CarriedState, step: Any, sample: dict[str, Any], model: Any, *args: Any, **kw: Any) -> Any:
+    def _carry(
+        self,
+        state: CarriedState,
+        step: Callable[..., StepResult],
+        sample: Sample,
+        model: FairseqLanguageModel,
+        *args: object,
+        **kw: object,
+    ) -> StepResult:
         """Run fairseq's step; the model gets the carried state of the sample's streams."""
 
-        def compute(sample: dict[str, Any]) -> Any:
+        def compute(sample: Sample) -> StepResult:
             return step(sample, model, *args, **kw)
 
         return state.step(model, sample, compute) if self.args.carry_state else compute(sample)

@@ -7,6 +7,7 @@ import torch
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.data.monolingual_dataset import collate
 
+from fairseq_fwp.decoding import Sample
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.text import TextBlocks
 
@@ -32,7 +33,7 @@ class Streams:
         own = [range(*self.bounds[stream : stream + 2].tolist()) for stream in self.own]
         return [[blocks[t] for blocks in own if t < len(blocks)] for t in range(self.segments)]
 
-    def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+    def collate(self, items: list[Sample]) -> Sample:
         """Return a batch for fairseq's language models, with the facts about its rows that a carried state needs.
 
         "segment": the number of blocks that the streams have read. "last": whether these are the last blocks.
@@ -72,7 +73,7 @@ class StreamIterator(EpochBatchIterator):
     division = "streams"  # which `settings` describe; the batches of one process do not
 
     def __init__(
-        self, streams: Streams, carried: CarriedState | None, settings: dict[str, Any], shard_id: int, **kwargs: Any
+        self, streams: Streams, carried: CarriedState | None, settings: dict[str, Any], shard_id: int, **kwargs: object
     ) -> None:
         # fairseq distributes batches over processes one by one; streams stay in their process.
         super().__init__(streams.blocks, streams.collate, streams.batches(), disable_shuffling=True, **kwargs)

@@ -7,6 +7,8 @@ import torch
 from fairseq.data import Dictionary, FairseqDataset
 from torch import Tensor
 
+from fairseq_fwp.decoding import Sample
+
 # Documents end with an empty line, as in fairseq's `--sample-break-mode complete_doc`.
 BLANK_LINE = "blank-line"
 
@@ -56,7 +58,7 @@ class TextBlocks(FairseqDataset):
         self.starts_document = np.isin(self.bounds[:-1], documents if document_starts is None else document_starts)
         self.sizes = np.diff(self.bounds)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         """Return {"id", "source" (L,), "target" (L,)}, and if packed "first" (L,) bool."""
         start, stop = int(self.bounds[index]), int(self.bounds[index + 1])
         tokens = self.text.tokens(max(start - 1, 0), stop)

@@ -38,7 +38,7 @@ LEAST_MEMORY = 2**20
 class InPlaceAttention(SoftmaxAttention):
     """Softmax attention on a cache with room for the next token: the last keys and values of the state are written."""
 
-    def forward(self, x, state, key_padding_mask=None):
+    def forward(self, x, state=None, key_padding_mask=None, first=None, shared=None):
         q, k, v = self.project(x)
         state.keys[:, :, -1:], state.values[:, :, -1:] = k, v
         y = F.scaled_dot_product_attention(q, state.keys, state.values)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import normalize
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.layers import OneDnnLinear
+from fairseq_fwp.modules.onednn import OneDnnLinear
 
 FORWARD, TRAINING, STEP = "forward", "forward + backward", "decoding step"
 # Measured forms: the function in `ops`, the names of its inputs.

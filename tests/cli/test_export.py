@@ -33,7 +33,7 @@ from small_models import (
 from small_text import prepare_random_text, preprocess, train_model
 
 from fairseq_fwp.cli import eval_lm, export
-from fairseq_fwp.convert import files
+from fairseq_fwp.convert import checkpoint, conversion
 from fairseq_fwp.interop.onnx import to_onnx, translation_to_onnx
 
 pytest.importorskip("onnxruntime")
@@ -269,7 +269,7 @@ def test_translations_are_those_of_fairseq(cross, tmp_path):
         model.decoder.embed_tokens.weight.normal_(std=0.5)  # so that its sentences differ
     weights = {name: x for name, x in model.state_dict().items() if "version" not in name and "_float" not in name}
     words = dict.fromkeys(("en", "de"), make_dictionary(50).symbols[4:])
-    files.write(files.Conversion("fwp_transformer", flags, weights, words, []), folder)
+    checkpoint.write(conversion.Conversion("fwp_transformer", flags, weights, words, []), folder)
     path, out = str(folder / "checkpoint.pt"), tmp_path / f"{cross}-onnx"
     export.main([str(folder), "--path", path, "--out", str(out)])
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], {"data": str(folder)})

@@ -12,7 +12,7 @@ from pairwise import looped
 
 from fairseq_fwp.cli import loading, plot, write_whole
 from fairseq_fwp.cli.logs import Run
-from fairseq_fwp.convert.files import new_folder
+from fairseq_fwp.convert.checkpoint import new_folder
 
 
 def fill(path):

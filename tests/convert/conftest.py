@@ -15,8 +15,8 @@ from refusals import refused
 from safetensors.torch import save_file
 
 from fairseq_fwp.cli.convert import main
-from fairseq_fwp.convert import SOURCES, files
-from fairseq_fwp.convert.files import Options
+from fairseq_fwp.convert import SOURCES, checkpoint
+from fairseq_fwp.convert.conversion import Options
 from fairseq_fwp.patches.messages import silence_known_warnings
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -70,8 +70,8 @@ def build(vector: Vector, words=WORDS, **options):
     cfg = OmegaConf.merge(
         OmegaConf.structured(known), {"max_target_positions": None, "add_bos_token": False, **conversion.flags}
     )
-    task = files.make_task(conversion)
-    return files.build(conversion, cfg, task).double().eval(), task.target_dictionary, conversion
+    task = checkpoint.make_task(conversion)
+    return checkpoint.build(conversion, cfg, task).double().eval(), task.target_dictionary, conversion
 
 
 class Command:

@@ -13,7 +13,7 @@ from small_models import by_steps, log_probs
 import fairseq_fwp
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import fla
-from fairseq_fwp.convert.files import Options
+from fairseq_fwp.convert.conversion import Options
 from tests.convert.conftest import Folder, ones, without
 
 WORDS, DIM, LAYERS, LENGTH = 30, 16, 2, 11

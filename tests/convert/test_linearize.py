@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from pairwise import looped
 from small_models import make_dictionary
 
-from fairseq_fwp.convert import files
-from fairseq_fwp.convert.files import Conversion
+from fairseq_fwp.convert import checkpoint
+from fairseq_fwp.convert.conversion import Conversion
 from fairseq_fwp.convert.linearize import SCORE_SCALE, WITHOUT_WEIGHTS, Method, fewer_features, linearize, read_text
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
@@ -44,7 +44,7 @@ def configure(flags):
 
 def build(conversion):
     """Return the model of a conversion, in evaluation."""
-    return files.build(conversion, configure(conversion.flags), files.make_task(conversion)).eval()
+    return checkpoint.build(conversion, configure(conversion.flags), checkpoint.make_task(conversion)).eval()
 
 
 def make_source(biases=True):
@@ -113,7 +113,7 @@ def test_every_rule_and_map_takes_its_place(source, rule):
                 assert torch.equal(converted.weights[key], weight)
         kept = "decoder.layers.1.self_attn.out_proj.weight"
         assert torch.equal(converted.weights[kept], source.weights[kept])
-        assert "attention_dropout" not in files.command_line(converted)
+        assert "attention_dropout" not in checkpoint.command_line(converted)
 
 
 @of_both
@@ -335,7 +335,7 @@ def test_as_many_heads_as_a_model_has_by_default():
 
 def save(source, folder):
     """Write a softmax model as the command does, and return the command for it."""
-    files.write(source, folder / "softmax")
+    checkpoint.write(source, folder / "softmax")
     return Command("fwp-lm", folder / "softmax" / "checkpoint.pt", folder / "out")
 
 

@@ -13,9 +13,9 @@ from small_text import write_split
 from torch import nn
 
 from fairseq_fwp.cli.convert import main
-from fairseq_fwp.convert import files
-from fairseq_fwp.convert.files import arrange, given_words
-from fairseq_fwp.modules.layers import Dropout
+from fairseq_fwp.convert import checkpoint
+from fairseq_fwp.convert.vocabulary import arrange, given_words
+from fairseq_fwp.modules.dropout import Dropout
 from tests.convert.conftest import VECTORS, WORDS, Converter, build, load, read_vector, score, without
 
 NAMES = sorted(str(path.relative_to(VECTORS).with_suffix("")) for path in VECTORS.glob("*/*.npz"))
@@ -53,7 +53,7 @@ def test_a_written_checkpoint_is_the_model(convert, name, capsys):
     check_losses(vector, *load(folder), 1e-6)
     # Only the flags are needed for the same model.
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)["cfg"]["model"]
-    cfg = files.configure(flags.split(), folder).model
+    cfg = checkpoint.configure(flags.split(), folder).model
     known = {key: getattr(cfg[key], "value", cfg[key]) for key in cfg if key != "activation_fn"}
     assert {key: saved[key] for key in known} == known
 

@@ -11,7 +11,8 @@ from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from pairwise import looped
 
 from fairseq_fwp.convert import SOURCES
-from fairseq_fwp.convert.files import Options, make_task
+from fairseq_fwp.convert.checkpoint import make_task
+from fairseq_fwp.convert.conversion import Options
 from fairseq_fwp.convert.linearize import Method, linearize
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention

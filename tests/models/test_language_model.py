@@ -11,8 +11,9 @@ import torch
 from pairwise import looped
 from small_models import build_model, build_retrieval, build_translation, random_tokens
 
-from fairseq_fwp.modules import layers
+from fairseq_fwp.modules import onednn
 from fairseq_fwp.modules.attention import FORMER_NAMES
+from fairseq_fwp.modules.decoder_layer import LayerState
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 
 LANGUAGE_MODELS = ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"]
@@ -24,12 +25,12 @@ def test_many_tokens_take_onednn_where_torch_is_slow(arch, monkeypatch):
     """Loss and gradients are the same; a step of decoding, for which it is not faster, does not take it."""
     flags = {"dropout": 0.0} if arch in TRANSLATIONS else {"adaptive_softmax_cutoff": "20,40"}
     model = (build_translation if arch in TRANSLATIONS else build_model)(arch, **flags).float()
-    tokens = random_tokens(8, layers.MIN_ROWS // 8)
-    found, products, product = [], [], layers._product
+    tokens = random_tokens(8, onednn.MIN_ROWS // 8)
+    found, products, product = [], [], onednn._product
     with monkeypatch.context() as patch:
-        patch.setattr(layers, "_product", lambda *tensors: products.append(1) or product(*tensors))
+        patch.setattr(onednn, "_product", lambda *tensors: products.append(1) or product(*tensors))
         for slow in (False, True):
-            patch.setattr(layers, "mkl_is_slow", lambda slow=slow: slow)
+            patch.setattr(onednn, "mkl_is_slow", lambda slow=slow: slow)
             copied = copy.deepcopy(model).train(arch in TRANSLATIONS)
             out = copied(tokens[:, :7], None, tokens) if arch in TRANSLATIONS else copied(tokens)
             loss = copied.get_normalized_probs(out, log_probs=True)[..., 7].sum()
@@ -74,6 +75,16 @@ def test_a_pickled_model_is_the_same(arch):
             assert torch.equal(found, expected)
 
 
+@looped("arch", ["delta_favor_lm_wt103", "fwl_xl_lm_wt103"])
+def test_a_model_pickled_before_its_layers_moved_is_the_same(arch):
+    model, inputs = with_inputs(arch)
+    file = pickle.dumps(model, protocol=0)  # which has the names of classes as text
+    for moved in (b"decoder_layer", b"dropout"):
+        file = file.replace(b"cfairseq_fwp.modules.%b\n" % moved, b"cfairseq_fwp.modules.layers\n")
+    assert b"cfairseq_fwp.modules.layers\nD" in file
+    assert torch.equal(pickle.loads(file)(*inputs)[0], model(*inputs)[0])
+
+
 DRAWING = [("delta_favor_lm_wt103", {}, 2), ("sum_favor64_retrieval", {}, 1)]
 DRAWING += [("sum_favor_mt_wmt14_en_de", {"checkpoint_activations": again}, 6) for again in (False, True)]
 
@@ -90,7 +101,10 @@ def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation(arch,
     assert len({feature_map.projection.sum().item() for feature_map in maps}) == len(maps) == count
 
 
-@pytest.mark.parametrize(("kind", "former"), FORMER_NAMES, ids=lambda x: getattr(x, "__name__", None))
+MOVED = (*FORMER_NAMES, (LayerState, "fairseq_fwp.modules.layers.LayerState"))
+
+
+@pytest.mark.parametrize(("kind", "former"), MOVED, ids=lambda x: getattr(x, "__name__", None))
 def test_states_of_files_written_before_their_modules_moved_are_loaded(kind, former, monkeypatch):
     """A checkpoint in mid-epoch has the name of the class, and torch only loads names that it knows."""
     module, _, name = former.rpartition(".")

@@ -29,7 +29,7 @@ from small_models import (
     random_tokens,
 )
 
-from fairseq_fwp.modules.layers import Dropout
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 TABLES = {"decoder": LANGUAGE_MODELS, "Transformer-XL": TRANSFORMER_XL, "fast weight layer": FAST_WEIGHT_LAYERS}

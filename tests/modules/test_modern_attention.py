@@ -8,8 +8,8 @@ from pairwise import looped, pairwise
 from torch.nn.functional import sigmoid, silu, softplus
 
 from fairseq_fwp.modules.attention import FastWeightAttention
+from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.layers import DecoderLayer
 
 DIM, HEADS, KEY = 10, 2, 4  # the heads do not divide the embedding dimension by themselves
 GATES = {"none": torch.ones_like, "silu": silu, "sigmoid": sigmoid}

@@ -1,5 +1,9 @@
 """The public check of the laws: correct rules pass, and for others it names the broken law."""
 
+import copy
+import inspect
+import pickle
+import pydoc
 from functools import partial
 
 import pytest
@@ -96,7 +100,7 @@ def test_rules_of_one_name_stay_what_they_are():
     assert torch.equal(one(**inputs)[0], before) and not torch.equal(other(**inputs)[0], before)
     for taken in ("fast_weights", "fast_weights_backward"):  # operators of the package
         assert torch.equal(ops.Rule(taken, leaky, KEEP)(**inputs)[0], before)
-    check_rule(ops.delta_rule.rule)
+    check_rule(ops.delta_rule)
 
 
 def test_an_argument_is_given_once_and_a_rule_is_a_rule():
@@ -106,3 +110,11 @@ def test_an_argument_is_given_once_and_a_rule_is_a_rule():
         rule(*inputs.values(), keep=inputs["keep"])
     with pytest.raises(TypeError, match=r"must be an ops.Rule, got function"):
         check_rule(leaky)
+
+
+def test_a_rule_looks_like_a_function_and_is_pickled_as_one():
+    arguments = "(q, k, v, beta, state=None, *, first=None, backend='auto', states_after=None)"
+    assert repr(ops.delta_rule) == f"delta_rule{inspect.signature(ops.delta_rule)}" == f"delta_rule{arguments}"
+    assert repr(ops.delta_rule) in pydoc.render_doc(ops.delta_rule) and "Widrow" in pydoc.render_doc(ops.delta_rule)
+    assert ops.delta_rule.__name__ == ops.delta_rule.__qualname__ == "delta_rule"
+    assert pickle.loads(pickle.dumps(ops.delta_rule)) is copy.deepcopy(ops.delta_rule) is ops.delta_rule

@@ -18,7 +18,7 @@ from fairseq_fwp.kernels.library import locked
 from fairseq_fwp.ops.rules import RULES
 
 CPU = torch.device("cpu")
-DELTA = ops.delta_rule.rule
+DELTA = ops.delta_rule
 CHECK_APART = self_check._check_apart
 FAULT = "the gradient of q in float64 is off by 1"
 

@@ -1,9 +1,9 @@
 """Attentions: each is an nn.Module, built from plain arguments. A new one is one file here and one line below.
 
-A causal one is attention(x, state, key_padding_mask) -> (y, state): see `base.Attention`.
+A causal one is a `base.Attention`.
 """
 
-from fairseq_fwp.modules.attention.base import Attention
+from fairseq_fwp.modules.attention.base import Heads
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.linear import LinearAttention
@@ -14,7 +14,7 @@ from fairseq_fwp.modules.attention.time_mix import TimeMix
 # The name of softmax among update rules and feature maps too.
 SOFTMAX = "softmax"
 
-ATTENTIONS: dict[str, type[Attention]] = {
+ATTENTIONS: dict[str, type[Heads]] = {
     "fast_weight": FastWeightAttention,
     "linear": LinearAttention,
     SOFTMAX: SoftmaxAttention,

@@ -5,32 +5,28 @@ of which the last L are queried.
 """
 
 import math
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fairseq_fwp.modules.layers import check
+from fairseq_fwp.checks import check
 
+# A state of any attention: a tree of tensors, which only that attention looks into.
+StateTree: TypeAlias = Any
 State = TypeVar("State")
 
 
-class Attention(nn.Module):
-    """Attention with several heads. Causal attention is attention(x, state, key_padding_mask) -> (y, new state).
+class Heads(nn.Module):
+    """What all attentions have: heads, and a line in `ATTENTIONS`.
 
-    constant_state: whether the size of the state has a bound, so that a stream may have any length;
-    packs_documents: whether it takes `first`, so that a segment may hold several documents;
-    shares: whether it takes `shared`, a dictionary of what layers of a model give to later ones in one pass;
     named_as_rule: whether models select it as an update rule, because it has none;
     states: the types of its state.
     """
 
-    constant_state = True
-    packs_documents = False
-    shares = False
     named_as_rule = False
-    states: tuple[type[Any], ...] = ()
+    states: tuple[type[StateTree], ...] = ()
     num_heads: int
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -40,6 +36,41 @@ class Attention(nn.Module):
     def merge_heads(self, x: Tensor) -> Tensor:
         """Return x (B, H, L, d) as (B, L, D)."""
         return x.transpose(1, 2).flatten(2)
+
+
+class Attention(Heads):
+    """Causal attention, as a decoder's layer calls it.
+
+    constant_state: whether the size of the state has a bound, so that a stream may have any length;
+    packs_documents: whether `first` can be given, so that a segment may hold several documents.
+    """
+
+    constant_state = True
+    packs_documents = False
+
+    def forward(
+        self,
+        x: Tensor,
+        state: StateTree = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+        shared: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, StateTree]:
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token.
+
+        state: before the first token, None = nothing was read; key_padding_mask (B, L): True at padding;
+        first (B, L): True at tokens that begin a document, before which nothing was read, None = nowhere;
+        shared: what the layers of a model give to later ones in one pass, by name, None = there is no other layer.
+        Raises ValueError for `first` without `packs_documents`.
+        """
+        raise NotImplementedError
+
+    def refuse_documents(self, first: Tensor | None) -> None:
+        """Raise ValueError for documents in a segment if this attention cannot distinguish them."""
+        check(
+            first is None or self.packs_documents,
+            f"`first` must be None for {type(self).__name__}, which reads one document at a time, got a mask",
+        )
 
     def state_size(self, length: int, carried: bool = False) -> int:
         """Return the numbers in the state of a sequence of `length` tokens, or of such segments if it is carried."""

@@ -14,7 +14,7 @@ from fairseq_fwp.modules.attention.base import Attention, reset
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.ops.arguments import at_least_float32
 
 
 class DeltaRnnState(NamedTuple):
@@ -71,6 +71,7 @@ class DeltaRnn(Attention):
         state: DeltaRnnState | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
+        shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, DeltaRnnState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
         before = None if state is None else FastWeightState(state.weights)

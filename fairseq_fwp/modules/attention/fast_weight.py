@@ -5,7 +5,6 @@ N is the number of keys and values a token: 1, except for rules with several ste
 """
 
 from functools import partial
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
+from fairseq_fwp.checks import check, look_up
 from fairseq_fwp.modules.attention.base import Attention, head_size, scores_are_cheaper
 from fairseq_fwp.modules.attention.convolution import ShortConvolution
 from fairseq_fwp.modules.attention.normalization import (
@@ -21,8 +21,9 @@ from fairseq_fwp.modules.attention.normalization import (
     fit_normalizations,
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32, check, layer_norm, look_up
-from fairseq_fwp.modules.update_rules import Gate, MambaDecay, find_rule, unit_length
+from fairseq_fwp.modules.layer_norm import layer_norm
+from fairseq_fwp.modules.update_rules import Gate, MambaDecay, find_rule, run, unit_length
+from fairseq_fwp.ops.arguments import at_least_float32
 
 OUTPUT_GATES = {"none": None, "silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -156,8 +157,7 @@ class FastWeightAttention(Attention):
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
         self.backend = backend
         self.has_scores = rule.operator is ops.sum_rule
-        # A rule of a plug-in may not support documents.
-        self.packs_documents = "first" in signature(self.rule.operator).parameters
+        self.packs_documents = rule.packs_documents
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         self.overflows = attention_normalization is not None or sum_normalization is None
         self.read_out_norm = layer_norm(self.head_dim, rms_norm, norm_epsilon) if norm_read_out else None
@@ -178,6 +178,7 @@ class FastWeightAttention(Attention):
         state: FastWeightState | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
+        shared: dict[str, Tensor] | None = None,
         *,
         keep_state: bool = True,
     ) -> tuple[Tensor, FastWeightState | None]:
@@ -186,6 +187,7 @@ class FastWeightAttention(Attention):
         state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that do not write;
         first (B, L): True at tokens that begin a document, where the memory is empty; None = nowhere.
         """
+        self.refuse_documents(first)
         queries_keys, v, gates = self.project(x)  # project
         recent = None
         if self.convolution is not None:
@@ -223,11 +225,10 @@ class FastWeightAttention(Attention):
         if self.has_scores and state is None and first is None and self.backend == "auto" and suit_scores(q, v):
             return self._read_scores(q, k, v, keep_state)
         weights, z = (None, None) if state is None else state[:2]
-        options = {"backend": self.backend} if first is None else {"backend": self.backend, "first": first}
         divisor = None
         if self.attention_normalization:
-            divisor, k, v, z = self.attention_normalization.apply(self.rule, q, k, v, gates, z, **options)
-        out, weights = self.rule.operator(q, k, v, *gates, weights, **options)
+            divisor, k, v, z = self.attention_normalization.apply(self.rule, q, k, v, gates, z, first, self.backend)
+        out, weights = run(self.rule.operator, q, k, v, gates, weights, first, self.backend)
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, z)

@@ -9,14 +9,14 @@ Shapes: B batch, L queries, S keys and values, H heads, D embed_dim, d = D / H, 
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Attention, check_heads, scores_are_cheaper
+from fairseq_fwp.modules.attention.base import Heads, check_heads, scores_are_cheaper
 from fairseq_fwp.modules.attention.fast_weight import FastWeightState
 from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.ops.arguments import at_least_float32
 
 
-class LinearAttention(Attention):
+class LinearAttention(Heads):
     """Attention y_i = phi(q_i) W / (z . phi(q_i)) with W = sum_j phi(k_j)^T v_j and z = sum_j phi(k_j).
 
     Katharopoulos et al. 2020, arXiv 2006.16236, Eqs. 4 and 5; Schlag et al. 2021, arXiv 2102.11174, Eqs. 13 to 19,

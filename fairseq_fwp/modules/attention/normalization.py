@@ -8,14 +8,15 @@ begin a document, where z starts at zero; None = nowhere.
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layers import at_least_float32, check
-from fairseq_fwp.modules.update_rules import UpdateRule
+from fairseq_fwp.modules.update_rules import UpdateRule, run
+from fairseq_fwp.ops.arguments import at_least_float32, state_dtype
 
 # DPFP can map a vector to zero: it stays zero, and neither writes nor reads. fast-transformers adds 1e-6 to z . q,
 # the paper's public code 1e-5.
@@ -85,20 +86,29 @@ class AttentionNormalization(Division):
         )
 
     def apply(
-        self, rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], z: Tensor | None, **options: Any
+        self,
+        rule: UpdateRule,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: list[Tensor],
+        z: Tensor | None,
+        first: Tensor | None = None,
+        backend: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the divisor of the output (B, H, L), k and v with which the rule retrieves normalised values, and z.
 
         z: the argument is before the first token, None = zeros; the result is after the last one.
-        options: of the operator, including `first`.
         """
         if callable(rule.forgets):
             # A memory for values of one, which forgets as the rule does.
-            wide = (at_least_float32(x) for x in (q, k, torch.ones_like(v[..., :1]), *rule.forgets(*gates)))
+            wide_q, wide_k, ones, *forgets = map(
+                at_least_float32, (q, k, torch.ones_like(v[..., :1]), *rule.forgets(*gates))
+            )
+            before = None if z is None else z.unsqueeze(-1)
             operator = rule.normalizer or rule.operator
-            divisor, z = operator(*wide, None if z is None else z.unsqueeze(-1), **options)
+            divisor, z = run(operator, wide_q, wide_k, ones, forgets, before, first, backend)
             return self.bound(divisor.squeeze(-1)), k, v, z.squeeze(-1)
-        first = options.get("first")
         sums = running_sum(k, z, first)
         divisor = self.output_divisor(q, sums)
         if rule.retrieves and not self.read_out_only:
@@ -145,7 +155,7 @@ def running_sum(k: Tensor, z: Tensor | None = None, first: Tensor | None = None)
 
     z: z_0 (B, H, Dk), None = zeros. Clone the last sum to carry it: a slice keeps all of them in memory.
     """
-    wide = torch.promote_types(k.dtype, torch.float32)
+    wide = state_dtype(k.dtype)
     if z is None:
         z = k.new_zeros(k.shape[0], k.shape[1], k.shape[3], dtype=wide)
     if first is None:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.attention.base import Alignment, Attention, check_heads, join_padding, reorder, visible_keys
 from fairseq_fwp.modules.attention.softmax import attend
-from fairseq_fwp.modules.layers import Dropout
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.positions import sinusoids
+from fairseq_fwp.ops.arguments import state_dtype
 
 # The paper does not give initial values; this is from its public code, for u, v and learned vectors.
 POSITION_STD = 0.02
@@ -88,8 +89,7 @@ class SinusoidalDistances(nn.Module):
     def forward(self, start: int, stop: int) -> Tensor:
         """Return W_kR R_n (H, stop - start, d) for the distances n from start on."""
         weight = self.proj.weight
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        distances = torch.arange(start, stop, device=weight.device, dtype=wide)
+        distances = torch.arange(start, stop, device=weight.device, dtype=state_dtype(weight.dtype))
         if self.clamp_len is not None:
             distances = distances.clamp(max=self.clamp_len)
         rows = self.proj(self.dropout(sinusoids(distances, weight.shape[1]).to(weight.dtype)))
@@ -161,12 +161,18 @@ class RelativeAttention(Attention):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
     def forward(
-        self, x: Tensor, state: Memory | RelativeCache | None = None, key_padding_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Memory | RelativeCache | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+        shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Memory | RelativeCache]:
         """Return y (B, L, D) for x (B, L, D), and the memory followed by x, of the same type as `state`.
 
         key_padding_mask (B, L): True at tokens that other tokens do not attend to and distances do not count.
         """
+        self.refuse_documents(first)
         memory = Memory(x[:, :0]) if state is None else state
         past = self.cache(memory) if isinstance(memory, Memory) else memory
         q, k, v = self._heads(self.in_proj(x)).unbind(0)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.base import Alignment, Attention, check_heads, join_padding, visible_keys
-from fairseq_fwp.modules.layers import at_least_float32, check
+from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.rule import is_transformed
 
 
@@ -78,9 +79,15 @@ class SoftmaxAttention(Attention):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
     def forward(
-        self, x: Tensor, state: KeyValueCache | None = None, key_padding_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: KeyValueCache | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+        shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, KeyValueCache]:
-        """Return y (B, L, D) for x (B, L, D), and the cache. key_padding_mask (B, L): True at padding."""
+        """Return y (B, L, D) for x (B, L, D), and the cache of all tokens."""
+        self.refuse_documents(first)
         q, k, v = self.project(x)
         cache = extend(state, k, v, key_padding_mask)
         length, total = x.shape[1], cache.keys.shape[2]
@@ -177,12 +184,18 @@ class LocalAttention(SoftmaxAttention):
         self.window = window
 
     def forward(
-        self, x: Tensor, state: KeyValueCache | None = None, key_padding_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: KeyValueCache | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+        shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, KeyValueCache]:
         """Return y (B, L, D) for x (B, L, D), and the last window - 1 keys and values.
 
         key_padding_mask (B, L): True at tokens that other tokens do not attend to and windows do not count.
         """
+        self.refuse_documents(first)
         q, k, v = self.project(x)
         cache = extend(state, k, v, key_padding_mask)
         if cache.padding is None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
+from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.base import Attention, check_heads
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.attention.fast_weight import FastWeightState
-from fairseq_fwp.modules.layers import at_least_float32, check
 from fairseq_fwp.modules.update_rules import rwkv7_decay, unit_length
+from fairseq_fwp.ops.arguments import at_least_float32
 
 # Powers of the first mixtures of receptances, decays, keys, values, rates and gates: see `TokenShift`.
 POWERS = (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)
@@ -41,7 +42,6 @@ class TimeMix(Attention):
 
     named_as_rule = True
     packs_documents = True
-    shares = True
     states = (FastWeightState,)
 
     def __init__(
@@ -100,7 +100,6 @@ class TimeMix(Attention):
         state: FastWeightState | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
-        *,
         shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, FastWeightState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`.
@@ -123,8 +122,7 @@ class TimeMix(Attention):
             padded = key_padding_mask.unsqueeze(2)
             k, rate, decay = k.masked_fill(padded, 0), rate.masked_fill(padded, 0), decay.masked_fill(padded, 1)
         q, k, v, decay, rate = (self.split_heads(part) for part in (q, k, v, decay, rate))
-        options = {"backend": self.backend} if first is None else {"backend": self.backend, "first": first}
-        out, weights = ops.rwkv7_rule(q, k, v, decay, removal_key, rate, weights, **options)
+        out, weights = ops.rwkv7_rule(q, k, v, decay, removal_key, rate, weights, first=first, backend=self.backend)
         out = self.merge_heads(out).to(x.dtype)
         out = self.read_out_norm(out.flatten(0, 1)).view(out.shape)
         bonus = (q * k * self.bonus.unsqueeze(1)).sum(-1, keepdim=True) * v

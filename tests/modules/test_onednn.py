@@ -9,8 +9,8 @@ from pairwise import looped
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_fwp.modules import layers
-from fairseq_fwp.modules.layers import MIN_ROWS, OneDnnLinear, faster_linear
+from fairseq_fwp.modules import onednn
+from fairseq_fwp.modules.onednn import MIN_ROWS, OneDnnLinear, faster_linear
 
 
 class Calls(TorchDispatchMode):
@@ -96,7 +96,7 @@ def test_no_gradient_of_a_frozen_weight_is_computed():
 @looped("is_slow", [True, False])
 @looped("rows", [MIN_ROWS - 1, MIN_ROWS])
 def test_a_layer_takes_onednn_where_it_is_faster(rows, is_slow, monkeypatch):
-    monkeypatch.setattr(layers, "mkl_is_slow", lambda: is_slow)
+    monkeypatch.setattr(onednn, "mkl_is_slow", lambda: is_slow)
     with faster_linear(rows), Calls() as calls:
         nn.Linear(24, 40)(torch.randn(rows, 24))
     assert bool(calls.weights) == (is_slow and rows == MIN_ROWS)
@@ -113,7 +113,7 @@ def test_a_layer_takes_onednn_where_it_is_faster(rows, is_slow, monkeypatch):
 def test_mkl_is_slow_where_it_leaves_wide_vectors_unused(flags, is_slow):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "read_text", lambda self: flags)
-        assert layers.mkl_is_slow.__wrapped__() == is_slow
+        assert onednn.mkl_is_slow.__wrapped__() == is_slow
 
 
 def test_autocast_keeps_its_type():

@@ -1,0 +1,204 @@
+"""Write a conversion as fairseq's checkpoint, dictionaries and flags, and build its model."""
+
+import os
+import pickle
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.dataclass import FairseqDataclass
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, BaseFairseqModel
+from omegaconf import OmegaConf
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from fairseq_fwp.convert.conversion import Conversion
+from fairseq_fwp.convert.vocabulary import DICTIONARY
+from fairseq_fwp.ops.arguments import DTYPES
+from fairseq_fwp.patches.checkpoints import KEY, fingerprints
+from fairseq_fwp.patches.training import system_reason
+
+# The seed of everything that is drawn: repeated conversions give the same model.
+SEED = 1
+
+CHECKPOINT, FLAGS = "checkpoint.pt", "flags.txt"
+
+
+def load(path: Path, export: str) -> Any:
+    """Load what torch.save wrote. Raises ValueError unless it holds plain data; `export` tells the user what to do."""
+    try:
+        return torch.load(path, map_location="cpu")
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
+        found = "must be a complete checkpoint, got a truncated or different file"
+        if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
+            found = f"holds pickled objects, which could run any code, next to its weights: {export}"
+        raise ValueError(f"{path} {found}") from error
+
+
+def write(conversion: Conversion, out: Path) -> None:
+    """Write checkpoint.pt, flags.txt and dict.txt (of translation dict.LANGUAGE.txt) into `out`, or nothing.
+
+    The checkpoint is what fairseq would save before the first update. Raises ValueError if the folder exists and is not
+    empty, or if the weights do not fit the model of the flags.
+    """
+    check_new(out)
+    flags, task = command_line(conversion), make_task(conversion)
+    cfg = configure(flags, out)
+    known = {KEY: fingerprints(task)}
+    saved = {
+        "args": None,
+        "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+        "model": build(conversion, cfg.model, task).state_dict(),
+        "criterion": None,
+        "optimizer_history": [{"optimizer_name": None, "lr_scheduler_state": {}, "num_updates": 0}],
+        "task_state": known,
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, **known},
+        "last_optimizer_state": None,
+    }
+    with new_folder(out) as unfinished:
+        with (unfinished / CHECKPOINT).open("wb") as file:  # of a path, PyTorch's error lacks the system's reason
+            torch.save(saved, file)
+        for name, dictionary in dictionaries(conversion).items():
+            dictionary.save(str(unfinished / name))
+        (unfinished / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Give a folder that becomes `out`, or what this links to, when the block ends without an error.
+
+    Raises ValueError if `out` holds files, and OSError that names it if it cannot be written.
+    """
+    check_new(out)
+    whole = out.resolve()
+    unfinished = whole.with_name(f".{whole.name}-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        os.replace(unfinished, whole)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer raises the second
+        raise OSError(f"--out {out} could not be written ({system_reason(error)})") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def check_new(out: Path) -> None:
+    """Raise ValueError unless the folder is new or empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        found = "holds files" if out.is_dir() else "is a file"
+        raise ValueError(f"--out must be a new or empty folder, got {out}, which {found}")
+
+
+def command_line(conversion: Conversion) -> list[str]:
+    """Return the flags of `fairseq-train` that make this model."""
+    # Among fairseq's criteria for words, only this one never needs the logits of all words at once. It needs the
+    # backend legacy_ddp.
+    task, criterion = ["language_modeling"], ["adaptive_loss", "--ddp-backend", "legacy_ddp"]
+    if isinstance(conversion.words, dict):
+        source, *_, target = [*conversion.words] * 2
+        task = ["translation", "--source-lang", source, "--target-lang", target]
+        criterion = ["cross_entropy"]  # without options: another criterion would not know them
+    found = ["--task", *task, "--arch", conversion.arch]
+    for name, value in conversion.flags.items():
+        if value is not None and value is not False:
+            found += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return [*found, "--criterion", *criterion]
+
+
+def parse(flags: list[str], data: Path) -> Namespace:
+    """Return what `fairseq-train` reads in flags. Raises ValueError where it refuses them."""
+    parser = options.get_training_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"fairseq-train refuses the settings of the checkpoint: {message}")
+
+    parser.error = refuse  # instead of printing the usage and ending the process
+    args: Namespace = options.parse_args_and_arch(parser, [str(data.absolute()), *flags])
+    return args
+
+
+def configure(flags: list[str], data: Path) -> FairseqConfig:
+    """Return the configuration that `fairseq-train` builds from flags, in half a second, most of it Hydra's."""
+    return convert_namespace_to_omegaconf(parse(flags, data))
+
+
+def dictionaries(conversion: Conversion) -> dict[str, Dictionary]:
+    """Return fairseq's dictionaries by the names of their files, the source's first; counts are unknown, set to 1."""
+    words, found = conversion.words, dict[str, Dictionary]()
+    for language, known in words.items() if isinstance(words, dict) else [("", words)]:
+        dictionary = found[f"dict.{language}.txt" if language else DICTIONARY] = Dictionary()
+        for word in known:  # the same word may come again, or be a special symbol: fairseq then reads the last one
+            dictionary.add_symbol(word, overwrite=True)
+    return found
+
+
+def make_task(conversion: Conversion) -> Namespace:
+    """Return the dictionaries as a task for the constructor of a model."""
+    source, *_, target = [*dictionaries(conversion).values()] * 2
+    return Namespace(source_dictionary=source, target_dictionary=target)
+
+
+def build_empty(
+    conversion: Conversion, cfg: FairseqDataclass | None = None, task: Namespace | None = None
+) -> BaseFairseqModel:
+    """Return the model with its initial weights; see `build`."""
+    if cfg is None:
+        args, known = parse(command_line(conversion), Path()), MODEL_DATACLASS_REGISTRY.get(conversion.arch)
+        cfg = OmegaConf.structured(known.from_namespace(args)) if known else args
+    return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task or make_task(conversion))
+
+
+def build(conversion: Conversion, cfg: FairseqDataclass | None = None, task: Namespace | None = None) -> nn.Module:
+    """Build a model with the weights, in the widest of their dtypes. Raises ValueError if they do not fit.
+
+    cfg, task: of the model; None: as the flags say.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model: nn.Module = build_empty(conversion, cfg, task)
+    weights = conversion.weights
+    check_fit(model, weights)
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    model.to(reduce(torch.promote_types, {weights[name].dtype for name in weights.keys() & parameters.keys()}))
+    with torch.no_grad():
+        for name in weights.keys() & parameters.keys():
+            parameters[name].copy_(weights[name])
+    # A shared parameter now has the same value under all its names. Loading also masks absent words.
+    model.load_state_dict({**model.state_dict(), **{name: weights[name] for name in weights.keys() & buffers.keys()}})
+    return model
+
+
+def check(conversion: Conversion) -> None:
+    """Check that the weights fit the model of the flags, built on the meta device; raise ValueError otherwise."""
+    with torch.device("meta"):
+        model = build_empty(conversion)
+    check_fit(model, conversion.weights)
+
+
+def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Raise ValueError naming weights that are missing, too many, of another shape or integers."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {**parameters, **dict(model.named_buffers())}
+    # A parameter that modules share has several names: one of them is enough.
+    given = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
+    faults = [f"{name} is missing" for name, parameter in model.named_parameters() if id(parameter) not in given]
+    for name, weight in weights.items():
+        if name not in known:
+            faults.append(f"{name} is not a weight of this model")
+        elif known[name].shape != weight.shape:
+            faults.append(f"{name} must be {tuple(known[name].shape)}, got {tuple(weight.shape)}")
+        elif name in parameters and weight.dtype not in DTYPES:
+            faults.append(f"{name} must be floating-point of 16 bits or more, got {weight.dtype}")
+    if faults:
+        raise ValueError(f"the weights do not fit the model that the options describe: {'; '.join(sorted(faults))}")

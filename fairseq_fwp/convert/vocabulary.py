@@ -1,0 +1,108 @@
+"""The words of a source in the order of fairseq's dictionary."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from fairseq.data import Dictionary
+from torch import Tensor
+
+DICTIONARY = "dict.txt"
+
+# Names for the end of a line and for unknown words; the first one in a vocabulary counts. <S> and <UNK> are LM1B's.
+END_OF_LINE = ("</s>", "<eos>", "<S>")
+UNKNOWN = ("<unk>", "<UNK>")
+
+
+class Vocabulary(NamedTuple):
+    """A vocabulary in fairseq's order, with the same probabilities.
+
+    words: without fairseq's special symbols; rows: of each symbol and word in the source, or -1. Symbols without a
+    counterpart have an embedding of zero and a bias of minus infinity, which the output layer reads as a mask. An
+    adaptive softmax keeps its clusters; the first one holds these symbols, and grows by their number.
+    """
+
+    words: list[str]
+    rows: Tensor
+
+    @property
+    def added(self) -> int:
+        """The number of symbols that the source does not have."""
+        return int((self.rows < 0).sum())
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for evaluating the model, a sentence each."""
+        if self.rows[Dictionary().eos()] >= 0:
+            return []
+        return [
+            f"the vocabulary has no symbol for the end of a line ({', '.join(END_OF_LINE)}), which fairseq-preprocess "
+            "adds to every line: the model gives it probability 0, and a loss that counts it is infinite"
+        ]
+
+    def place(self, tensor: Tensor, fill: float) -> Tensor:
+        """Return a tensor whose rows are words of the source, or of its first cluster, in our order; new rows: fill."""
+        rows = self.rows[: len(tensor) + self.added]
+        placed = tensor.new_full((len(rows), *tensor.shape[1:]), fill)
+        placed[rows >= 0] = tensor[rows[rows >= 0]]
+        return placed
+
+    def cutoffs(self, cutoffs: list[int]) -> list[int]:
+        """The cutoffs of the same clusters. Raises ValueError if a special symbol is not in the first cluster."""
+        last = int(self.rows[: len(self.rows) - len(self.words)].max())
+        if cutoffs and last >= cutoffs[0]:
+            raise ValueError(
+                f"the words for the end of a line and for unknown words must be among the first {cutoffs[0]} words, "
+                f"the first cluster, got one as word {last + 1}: give the vocabulary in the order of the training"
+            )
+        return [cutoff + self.added for cutoff in cutoffs]
+
+
+def arrange(words: list[str]) -> Vocabulary:
+    """Return the vocabulary of words in the order of the source. Raises ValueError for repeated or reserved words."""
+    specials = Dictionary()
+    numbers = {word: number for number, word in enumerate(words)}
+    if len(numbers) < len(words):
+        twice = next(word for number, word in enumerate(words) if numbers[word] != number)
+        raise ValueError(f"the vocabulary must hold each word once, got {twice!r} twice")
+    rows = [-1] * len(specials)
+    for index, names in ((specials.eos(), END_OF_LINE), (specials.unk(), UNKNOWN)):
+        rows[index] = next((numbers[name] for name in names if name in numbers), -1)
+    rest = [word for number, word in enumerate(words) if number not in rows]
+    for word in rest:
+        if word in specials:
+            raise ValueError(f"the vocabulary must not hold {word!r}, which fairseq reserves: rename it")
+    return Vocabulary(rest, torch.tensor(rows + [numbers[word] for word in rest]))
+
+
+def given_words(checkpoint: Path, given: Path | None) -> list[str]:
+    """Return the words of a checkpoint that does not hold them: the first word of each line of the given file."""
+    if given is None:
+        raise ValueError(f"--vocabulary must be given: {checkpoint} does not hold its words")
+    try:
+        lines = given.read_bytes().decode("utf-8").rstrip().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the vocabulary {given} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            raise ValueError(f"line {number} of the vocabulary {given} must hold a word, got an empty line")
+    return [line.split()[0] for line in lines]
+
+
+def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
+    """Return the words of a checkpoint of fairseq: from the given dict.txt or folder, or else the one next to it."""
+    path = given or (checkpoint if checkpoint.is_dir() else checkpoint.parent)
+    path = path / DICTIONARY if path.is_dir() else path
+    if given is None and not path.exists():
+        raise ValueError(f"{path} does not exist: give the dict.txt of the training with --vocabulary")
+    return read_dictionary(path)
+
+
+def read_dictionary(path: Path) -> list[str]:
+    """Return the words of fairseq's dict.txt, without its specials. Raises ValueError for any other file."""
+    try:
+        dictionary = Dictionary.load(str(path))
+    except Exception as error:  # fairseq raises a plain Exception for another encoding
+        raise ValueError(f"the dictionary {path} cannot be read: {' '.join(str(error).split())}") from error
+    words: list[str] = dictionary.symbols[dictionary.nspecial :]
+    return words
