@@ -16,12 +16,12 @@ from fairseq_fwp.patches.messages import (
 # A failed assert of a helper shows its values, too. A package's name stands for all its modules.
 pytest.register_assert_rewrite(
     *(
-        path.parent.name if path.stem == "__init__" else path.stem
+        path.parent.name if path.stem == "__init__" or path.parent.name == "support" else path.stem
         for path in Path(__file__).parent.rglob("*.py")
         if not path.name.startswith(("test_", "conftest"))
     )
 )
-from subjects import SEED  # noqa: E402
+from support.subjects import SEED  # noqa: E402
 
 # Every run tries a few inputs, always the same ones; `--hypothesis-profile=night` looks for others.
 ALWAYS = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None, "print_blob": True}

@@ -8,14 +8,14 @@ import sys
 from itertools import pairwise as successive
 from pathlib import Path
 
-import jobs
 import pytest
 import torch
-from command_server import PLUGIN, run
 from fairseq import checkpoint_utils
 from fairseq.data import data_utils
-from jobs import ADAPTIVE, BLOCKS, SIZE, STREAMS, check_same_bits, losses, train, validations
-from pairwise import looped
+from support import jobs
+from support.command_server import PLUGIN, run
+from support.jobs import ADAPTIVE, BLOCKS, SIZE, STREAMS, check_same_bits, losses, train, validations
+from support.pairwise import looped
 
 from fairseq_fwp.evaluation import Protocol, Text, evaluate
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
@@ -197,7 +197,7 @@ def test_streams_are_validated_with_their_state_and_scored_in_segments(data, tmp
     assert found == pytest.approx(evaluated(data, path, size=8), abs=1e-3)
 
 
-def test_generation(data, trained):
+def test_generation_goes_on_from_a_prompt_and_covers_a_split(data, trained):
     common = [data, "--task", "language_modeling", "--path", trained[0], "--cpu", "--max-len-b", 40, "--beam", 2]
     text = run("fairseq-interactive", *common, "--sampling", "--nbest", 2, stdin="w1 w2 w3\n")
     assert "DEBUG" not in text and "'nbest': 2" in text
@@ -380,7 +380,7 @@ def test_searches_of_fairseq(pairs, translated, tmp_path):
 
 
 @pytest.mark.slow
-def test_alignments(pairs, translated):
+def test_alignments_name_a_word_of_the_source_for_each_word(pairs, translated):
     """Of each word of each translation to a word of the source, with an attention that keeps no word of it."""
     output = generate(pairs, translated / "checkpoint_best.pt", "--beam", "2", "--print-alignment")
     sources, words, alignments = (

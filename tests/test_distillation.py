@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fairseq import checkpoint_utils
-from pairwise import looped
-from small_models import build_model, build_translation, make_dictionary, random_tokens
+from support.pairwise import looped
+from support.small_models import build_model, build_translation, make_dictionary, random_tokens
 
 from fairseq_fwp.distillation import DistillationCriterion, attention_error, attentions
 
@@ -114,7 +114,7 @@ def test_the_output_of_each_attention_of_a_language_model(criterion, arch):
 
 @looped("distillation", ["attention", "distribution"])
 @looped("arch", ["sum_mt_wmt14_en_de", "delta_dpfp_mt_wmt14_en_de", "softmax_mt_wmt14_en_de"])
-def test_translation(criterion, arch, distillation):
+def test_translation_models_teach_and_learn(criterion, arch, distillation):
     student, teacher = build_translation(arch), build_translation("softmax_mt_wmt14_en_de")
     sample = translation_sample()
     loss, tokens, _ = criterion(teacher, distillation=distillation)(student, sample)

@@ -12,14 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jobs
 import pytest
 import torch
-from command_server import run
 from convert.conftest import WORDS, read_vector
 from fairseq import options
-from pairwise import looped
-from small_text import write_text
+from support import jobs
+from support.command_server import run
+from support.pairwise import looped
+from support.small_text import write_text
 
 from fairseq_fwp.cli import add_layer, convert, eval_lm, export, info, plot
 from fairseq_fwp.evaluation import Protocol, Text, evaluate

@@ -8,9 +8,9 @@ from argparse import Namespace
 import pytest
 import torch
 from fairseq.models import ARCH_CONFIG_REGISTRY
-from refusals import refused
 from safetensors.torch import load_file, save_file
-from small_models import MODELS, SMALL, build, log_probs, make_dictionary, random_tokens
+from support.refusals import refused
+from support.small_models import MODELS, SMALL, build, log_probs, make_dictionary, random_tokens
 
 import fairseq_fwp
 from fairseq_fwp.cli.convert import main

@@ -13,9 +13,18 @@ import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from operator_fixtures import one_thread  # noqa: F401
-from small_models import make_dictionary
-from subjects import PER_KEY, RULES, check_errors, cotangents, kernel_or_auto, relative_error, results, sample_inputs
+from support.operator_fixtures import one_thread  # noqa: F401
+from support.small_models import make_dictionary
+from support.subjects import (
+    PER_KEY,
+    RULES,
+    check_errors,
+    cotangents,
+    kernel_or_auto,
+    relative_error,
+    results,
+    sample_inputs,
+)
 
 from fairseq_fwp.convert.checkpoint import configure
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS

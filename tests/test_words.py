@@ -6,7 +6,7 @@ import re
 import tokenize
 from pathlib import Path
 
-from pairwise import looped
+from support.pairwise import looped
 
 ROOT = Path(__file__).parent.parent
 CODE = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ("fairseq_fwp", "recipes")}
@@ -108,21 +108,21 @@ def check(paths, *texts, faults=(long_sentences, avoided_words)):
 
 
 @looped("folder", CODE)
-def test_code(folder):
+def test_docstrings_comments_and_messages_have_short_sentences_and_no_avoided_words(folder):
     check(CODE[folder], docstrings, comments)
     check(CODE[folder], messages, faults=(avoided_words,))
 
 
-def test_kernels():
+def test_comments_of_kernels_have_short_sentences_and_no_avoided_words():
     check(KERNELS, kernel_comments)
 
 
-def test_pages():
+def test_pages_have_short_sentences_and_no_avoided_words():
     check(GUIDE, lambda page: [prose(page)], faults=(long_sentences,))
     check([*ROOT.glob("*.md"), *ROOT.glob("recipes/*/*.md"), *GUIDE[2:]], lambda page: [page], faults=(avoided_words,))
 
 
-def test_findings():
+def test_each_kind_of_fault_is_found():
     """The checks find what they are for, and only whole words."""
     assert avoided_words("Learnt anew, there is no loop") == ["Learnt: write learned", "anew: write again"]
     assert avoided_words("recommended, twined, --read-out-only, `beside`") == []

@@ -67,7 +67,7 @@ DECODED = ("softmax_lm_wt103", "delta_lm_wt103", "decay_lm_wt103")
 # Of an update, of the small and the medium models; words of WikiText-103, with symbols.
 SAMPLES, TOKENS, WORDS, FLAGS = (96, 56), (256, 384), 267_744, ("--bf16",)
 # What only a GPU can tell comes first.
-TESTS = ("tests/ops/test_cuda.py", "tests/laws", "tests/ops", "-k", "cuda", "-n", "12")
+TESTS = ("tests/ops/test_cuda.py", "tests/laws/test_operators.py", "tests/ops", "-k", "cuda", "-n", "12")
 # Of the check, which has the sizes of scans and of every kernel on tensor cores, and segments in bfloat16.
 DTYPES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # and greatest errors
 CHECKED = [(2, 3, 37, 17, 33), (1, 2, 70, 16, 16), (2, 1, 95, 32, 40), (1, 2, 77, 64, 64), (1, 1, 70, 128, 128)]
@@ -149,7 +149,7 @@ class Session:
 
     def check(self, rule):
         """Compare outputs and gradients of a rule with the loop in float64, and the bits of three runs."""
-        from subjects import RULES, cotangents, relative_error, results, sample_inputs
+        from support.subjects import RULES, cotangents, relative_error, results, sample_inputs
 
         self_check.find_faults = lambda device: {}  # this is the check
         torch.set_num_threads(1)
@@ -316,7 +316,7 @@ def go_on(path, seconds, end, jobs):
 
 def check(path, seconds, end):
     """Check every rule at once, because the references need the cores; then run the check before first use."""
-    from subjects import WITH_KERNEL
+    from support.subjects import WITH_KERNEL
 
     with tempfile.TemporaryDirectory() as folder:
         paths = {rule: Path(folder, f"{rule}.csv") for rule in WITH_KERNEL}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import looped
-from refusals import refused
-from small_models import build_model
-from small_text import prepare_random_text, train_model
+from support.pairwise import looped
+from support.refusals import refused
+from support.small_models import build_model
+from support.small_text import prepare_random_text, train_model
 
 from fairseq_fwp.cli import add_layer, eval_lm
 from fairseq_fwp.fast_weight_layer.initialization import STREAMS, read_moments

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command_server import PLUGIN, run
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import eval_lm as fairseq_eval_lm
-from pairwise import looped
-from refusals import refused
-from small_models import make_dictionary
-from small_text import preprocess, train_model, write_lines, write_split
+from support.command_server import PLUGIN, run
+from support.pairwise import looped
+from support.refusals import refused
+from support.small_models import make_dictionary
+from support.small_text import preprocess, train_model, write_lines, write_split
 
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.patches.messages import silence_known_warnings
@@ -26,7 +26,7 @@ from fairseq_fwp.patches.messages import silence_known_warnings
 SIZE = 32  # of the blocks of the checkpoint's training
 
 
-def test_characters():
+def test_characters_are_the_tokens_or_the_number_of_the_flag():
     letters, words = Dictionary(), make_dictionary(20)
     for symbol in "abc_":
         letters.add_symbol(symbol)
@@ -182,7 +182,7 @@ def test_the_report_and_the_files_say_the_same(folder, capsys):
     assert not list(folder.glob("*.tmp"))
 
 
-def test_carried_state(folder, caplog):
+def test_the_carried_state_gives_the_loss_of_one_piece(folder, caplog):
     whole = evaluate(folder, "--carry-state")
     assert whole["loss"] == pytest.approx(evaluate(folder, "--carry-state", "--tokens-per-sample", 7)["loss"], rel=1e-6)
     longer = "{'max_target_positions': 1000}"
@@ -191,7 +191,7 @@ def test_carried_state(folder, caplog):
     assert "absolute positions grow to" in caplog.text
 
 
-def test_dynamic_evaluation(folder, caplog):
+def test_dynamic_evaluation_with_a_step_changes_the_loss(folder, caplog):
     """Without a step nothing changes; with one the result names it."""
     plain = evaluate(folder, "--context-window", 0)
     still = evaluate(folder, "--context-window", 0, "--dynamic", "sgd", "--dynamic-lr", 0)

@@ -19,9 +19,9 @@ from fairseq.data import Dictionary, data_utils
 from fairseq.sequence_generator import SequenceGenerator
 from models.test_fwp_transformer import KINDS as TRANSLATIONS
 from models.test_fwp_transformer import scores_of
-from pairwise import looped
-from refusals import refused
-from small_models import (
+from support.pairwise import looped
+from support.refusals import refused
+from support.small_models import (
     LANGUAGE_MODELS,
     SMALL_TRANSLATION,
     build,
@@ -30,7 +30,7 @@ from small_models import (
     make_dictionary,
     random_tokens,
 )
-from small_text import prepare_random_text, preprocess, train_model
+from support.small_text import prepare_random_text, preprocess, train_model
 
 from fairseq_fwp.cli import eval_lm, export
 from fairseq_fwp.convert import checkpoint, conversion

@@ -18,9 +18,9 @@ from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 from lm_eval.api.model import CachingLM
 from lm_eval.loggers import EvaluationTracker, evaluation_tracker
-from pairwise import looped
-from refusals import refused
-from small_text import SIZE, prepare_random_text, train_model
+from support.pairwise import looped
+from support.refusals import refused
+from support.small_text import SIZE, prepare_random_text, train_model
 
 from fairseq_fwp.cli import harness
 from fairseq_fwp.cli.harness import Harness, Numbers, Words

@@ -1,8 +1,8 @@
 import re
 
 import yaml
-from pairwise import looped
-from refusals import refused
+from support.pairwise import looped
+from support.refusals import refused
 
 from fairseq_fwp.cli import flags, info
 from fairseq_fwp.models.attention_options import flag

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pairwise import looped
+from support.pairwise import looped
 
 from fairseq_fwp.cli import loading, plot, write_whole
 from fairseq_fwp.cli.logs import Run

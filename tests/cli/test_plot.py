@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 from mpl_toolkits.mplot3d import Axes3D
-from pairwise import looped
-from refusals import refused
+from support.pairwise import looped
+from support.refusals import refused
 
 from fairseq_fwp.cli import plot, plot_style
 

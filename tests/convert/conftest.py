@@ -11,8 +11,8 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.models import MODEL_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
-from refusals import refused
 from safetensors.torch import save_file
+from support.refusals import refused
 
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import SOURCES, checkpoint

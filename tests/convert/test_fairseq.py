@@ -9,8 +9,8 @@ import torch
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from omegaconf import OmegaConf
-from pairwise import looped
-from small_models import SMALL, make_dictionary
+from support.pairwise import looped
+from support.small_models import SMALL, make_dictionary
 
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 from tests.convert.conftest import Command, ones, without
@@ -76,7 +76,7 @@ def assert_same(ours, theirs):
 
 
 @looped("name", SOURCES)
-def test_logits(checkpoint, name):
+def test_logits_are_those_of_fairseqs_model(checkpoint, name):
     theirs, settings = build_theirs(*SOURCES[name])
     checkpoint.save(theirs.state_dict(), settings)
     ours, dictionary = checkpoint.convert()

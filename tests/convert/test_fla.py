@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from attentions import memories, read
-from pairwise import looped
-from small_models import by_steps, log_probs
+from support.attentions import memories, read
+from support.pairwise import looped
+from support.small_models import by_steps, log_probs
 
 import fairseq_fwp
 from fairseq_fwp.cli.convert import main

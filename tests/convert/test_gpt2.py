@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from pairwise import looped
 from safetensors.torch import save_file
+from support.pairwise import looped
 
 from tests.convert.conftest import Folder, ones, without
 
@@ -93,7 +93,7 @@ def assert_same(folder, tensors, dtype, tolerance):
 
 
 @looped("dtype, tolerance", [(torch.float32, 2e-5), (torch.float64, 1e-12)])
-def test_logits(folder, dtype, tolerance):
+def test_logits_are_those_of_gpt2(folder, dtype, tolerance):
     tensors = make_tensors()
     folder.save(tensors)
     assert_same(folder, tensors, dtype, tolerance)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from pairwise import looped
+from support.pairwise import looped
 
 from tests.convert.conftest import build, ones, read_vector, score
 

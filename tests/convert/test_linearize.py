@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from attentions import rule_inputs
 from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf
-from pairwise import looped
-from small_models import make_dictionary
+from support.attentions import rule_inputs
+from support.pairwise import looped
+from support.small_models import make_dictionary
 
 from fairseq_fwp.convert import checkpoint
 from fairseq_fwp.convert.conversion import Conversion
@@ -343,7 +343,7 @@ DECAY = ["--decoder-update-rule", "decay", "--state-size", 4]
 
 
 @of_both
-def test_the_command(biases, tmp_path_factory):
+def test_the_command_writes_the_converted_model(biases, tmp_path_factory):
     source = make_source(biases)
     command, tokens = save(source, tmp_path_factory.mktemp("saved")), torch.randint(4, 50, (2, LENGTH))
     same, _ = command.convert()

@@ -6,10 +6,10 @@ from itertools import chain
 
 import pytest
 import torch
-from command_server import run
-from pairwise import looped
-from refusals import refused
-from small_text import write_split
+from support.command_server import run
+from support.pairwise import looped
+from support.refusals import refused
+from support.small_text import write_split
 from torch import nn
 
 from fairseq_fwp.cli.convert import main
@@ -29,7 +29,7 @@ def check_losses(vector, model, dictionary, tolerance):
 
 
 @looped("name", NAMES)
-def test_losses(name):
+def test_losses_are_those_of_the_public_code(name):
     vector = read_vector(name)
     model, dictionary, _ = build(vector)
     losses = check_losses(vector, model, dictionary, 1e-9)

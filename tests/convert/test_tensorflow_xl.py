@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pairwise import looped
+from support.pairwise import looped
 
 from fairseq_fwp.convert import tensorflow_xl
 from tests.convert.conftest import WORDS, Converter, read_vector, score, without
@@ -80,7 +80,7 @@ def convert_npz(tmp_path):
 
 @looped("untied", [True, False])
 @looped("name, mem_len", [("wt103", 6), ("wt103_div_val", 13), ("enwik8", 12)])
-def test_losses(convert_npz, name, mem_len, untied):
+def test_losses_are_those_of_the_public_code(convert_npz, name, mem_len, untied):
     """With --same_length, as of enwik8, a token sees mem_len others there, and in the PyTorch code one less."""
     vector = read_vector(f"transformer-xl/{name}")
     converted = convert_npz.convert(make_variables(name, untied), **{**vector.options, "mem_len": mem_len})

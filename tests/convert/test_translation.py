@@ -8,7 +8,7 @@ import pytest
 import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
-from pairwise import looped
+from support.pairwise import looped
 
 from fairseq_fwp.convert import SOURCES
 from fairseq_fwp.convert.checkpoint import make_task
@@ -179,7 +179,7 @@ def test_favor_estimates_the_attention_of_softmax(saved):
 
 
 @looped("rule", list(UPDATE_RULES))
-def test_every_rule(saved, rule):
+def test_every_rule_gives_finite_logits(saved, rule):
     model = saved.linearize(decoder_update_rule=rule, decoder_feature_map="elu", sum_normalization=True)
     assert kinds(model) == {"decoder"} and logits(model, batch()).isfinite().all()
 

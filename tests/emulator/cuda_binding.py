@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 from emulator import HERE, KERNELS, build, compiler, make_once
-from pairwise import pairwise
-from subjects import RULES, WITH_KERNEL, cotangents, relative_error, results, sample_inputs
+from support.pairwise import pairwise
+from support.subjects import RULES, WITH_KERNEL, cotangents, relative_error, results, sample_inputs
 from torch import Tensor
 from torch.utils.cpp_extension import include_paths, library_paths
 

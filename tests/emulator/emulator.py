@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from subjects import state_dtype
+from support.subjects import state_dtype
 from torch import Tensor
 
 HERE = Path(__file__).parent

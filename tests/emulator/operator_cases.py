@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from emulator import NAMES, Given
-from subjects import COMBINATIONS, RULES, cotangents, operands, sample_inputs
+from support.subjects import COMBINATIONS, RULES, cotangents, operands, sample_inputs
 from torch import Tensor
 
 from fairseq_fwp.ops.fast_weights import Inputs, reference_of

@@ -4,7 +4,7 @@ import os
 import sys
 
 import pytest
-from isolated import run_isolated
+from support.isolated import run_isolated
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from emulator import CHUNK, RULES, EmulatorError, prepare
 from operator_cases import CASES, as_double, cotangents_of, make_case, make_combination, reference
-from pairwise import looped
-from subjects import COMBINATIONS, at_odd_offset, check_errors, relative_error
+from support.pairwise import looped
+from support.subjects import COMBINATIONS, at_odd_offset, check_errors, relative_error
 from test_cuda import CHUNK_SHAPES, MEMORY
 
 from fairseq_fwp.kernels.self_check import LONG

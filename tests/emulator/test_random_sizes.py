@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from operator_cases import CASES, as_double, cotangents_of, make_case, reference
-from subjects import relative_error
+from support.subjects import relative_error
 
 PRODUCTS = 6_000_000  # of elements and tokens, at most: a second
 LENGTHS = (0, 1, 2, 3, 4, 5, 8, 31, 32, 33, 36, 37, 63, 64, 65, 70, 97, 130)
@@ -28,7 +28,7 @@ def draw_gpu(chance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_random_sizes(emulator, seed):
+def test_random_sizes_give_the_same_bits_and_small_errors(emulator, seed):
     """Two GPUs give the same bits, and results are as near to float64 as the dtype allows."""
     chance = random.Random(seed)
     for _ in range(60):

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pairwise import looped
-from small_models import build_model
+from support.pairwise import looped
+from support.small_models import build_model
 
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Text, evaluate, gather_statistics
 from fairseq_fwp.evaluation.dynamic import KINDS, measure

@@ -9,8 +9,8 @@ import torch
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import looped
-from small_models import build_model, make_dictionary
+from support.pairwise import looped
+from support.small_models import build_model, make_dictionary
 
 import fairseq_fwp.evaluation
 from fairseq_fwp.evaluation import Protocol, Text, evaluate

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from pairwise import looped
+from support.pairwise import looped
 from torch import nn
 
 from fairseq_fwp.fast_weight_layer import FAST_WEIGHTS, GRADIENTS_AT, FastWeightLayer

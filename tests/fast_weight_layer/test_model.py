@@ -1,4 +1,4 @@
-"""Language models with a fast weight layer: what it learns, fine-tuning, variants; laws are in models/test_laws.py."""
+"""Language models with a fast weight layer: what it learns, fine-tuning, variants; laws are in laws/test_models.py."""
 
 import copy
 import logging
@@ -7,8 +7,8 @@ from argparse import Namespace
 
 import pytest
 import torch
-from pairwise import looped
-from small_models import (
+from support.pairwise import looped
+from support.small_models import (
     FAST_WEIGHT_LAYERS,
     LOCAL,
     MODELS,

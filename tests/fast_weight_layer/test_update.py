@@ -1,7 +1,7 @@
 """Linear attention by chunks against its definition, and its derivatives."""
 
 import torch
-from pairwise import looped
+from support.pairwise import looped
 
 from fairseq_fwp.fast_weight_layer.update import causal_sum, cumulative_sum
 

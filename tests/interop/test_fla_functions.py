@@ -6,9 +6,9 @@ from itertools import pairwise as neighbours
 import pytest
 import torch
 import torch.nn.functional as F
-from fla_functions import FUNCTIONS, stand_in
-from pairwise import looped, pairwise
-from subjects import relative_error, state_dtype
+from support.fla_functions import FUNCTIONS, stand_in
+from support.pairwise import looped, pairwise
+from support.subjects import relative_error, state_dtype
 
 from fairseq_fwp.interop import fla
 
@@ -239,7 +239,7 @@ def test_decays_of_heads_and_of_keys_are_added():
     assert torch.equal(again, expected)
 
 
-def test_convolutions():
+def test_convolutions_equal_their_definition():
     x, weight, bias = torch.randn(2, 3, 10, dtype=torch.float64), torch.randn(3, 4).double(), torch.randn(3).double()
     numbers = torch.tensor([[0] * 4 + [1] * 6, [0] * 9 + [1]])
 

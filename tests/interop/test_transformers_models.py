@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fla_functions import stand_in
-from pairwise import looped
+from support.fla_functions import stand_in
+from support.pairwise import looped
 
 from fairseq_fwp.interop import transformers as interop
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from isolated import run_isolated
-from pairwise import looped
-from subjects import sample_inputs
+from support.isolated import run_isolated
+from support.pairwise import looped
+from support.subjects import sample_inputs
 
 from fairseq_fwp import ops
 from fairseq_fwp.kernels import backend, build, cuda
@@ -120,7 +120,7 @@ ARCHITECTURES = [
 
 
 @looped("gpus, listed, flags", ARCHITECTURES)
-def test_architectures(machine, monkeypatch, gpus, listed, flags):
+def test_flags_of_the_compiler_name_the_architectures(machine, monkeypatch, gpus, listed, flags):
     machine.see(*gpus)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     assert cuda.architecture_flags() == [f"-gencode=arch={flag}" for flag in flags]

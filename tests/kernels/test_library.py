@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from isolated import PACKAGE, run_isolated, start_isolated
-from pairwise import looped
+from support.isolated import PACKAGE, run_isolated, start_isolated
+from support.pairwise import looped
 
 from fairseq_fwp import kernels
 from fairseq_fwp.kernels import build

@@ -1,7 +1,8 @@
 """The laws of the operators with vectors of other widths than this machine's own.
 
 The fast tests take x86-64-v3 where the own width is AVX-512's. On a machine with AVX2 v3 is the own width, which
-tests/laws has. All widths that the machine can run are slow tests. tests/nightly/test_other_processors.py has others.
+tests/laws/test_operators.py has. All widths that the machine can run are slow tests, and others in
+tests/nightly/test_other_processors.py.
 """
 
 import subprocess
@@ -25,16 +26,17 @@ FAST = "equals_the_loop or error_is_at_most or causality or splits or token_by_t
         *(pytest.param(arch, "not drift", marks=pytest.mark.slow) for arch in ("x86-64-v2", "x86-64-v3", "x86-64-v4")),
     ],
 )
-def test_laws(monkeypatch, arch, laws):
+def test_laws_hold_for_other_vectors(monkeypatch, arch, laws):
     features = build._cpu_features().split()
     own = "x86-64-v4" if "avx512f" in features else "x86-64-v3" if "avx" in features else "x86-64-v2"
     if arch == own:
-        pytest.skip(f"the vectors of {arch} are this machine's own: tests/laws has them")
+        pytest.skip(f"the vectors of {arch} are this machine's own: tests/laws/test_operators.py has them")
     monkeypatch.setenv("FWP_CPU_ARCH", arch)
     try:
         build._cpu_arch()
     except BuildError as error:
         pytest.skip(str(error))
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-k", laws, "laws"]
+    options = ["-q", "--no-header", "-p", "no:cacheprovider", "-k", laws]
+    command = [sys.executable, "-m", "pytest", *options, "laws/test_operators.py"]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

@@ -13,9 +13,10 @@ import itertools
 
 import pytest
 import torch
-from isolated import run_isolated
-from pairwise import looped, pairwise
-from subjects import (
+from support.isolated import run_isolated
+from support.operator_fixtures import one_thread, poisoned_memory  # noqa: F401
+from support.pairwise import looped, pairwise
+from support.subjects import (
     BIT_SHAPES,
     FADING,
     LAYOUTS,

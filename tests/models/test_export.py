@@ -4,8 +4,8 @@ import io
 
 import pytest
 import torch
-from pairwise import looped
-from small_models import build, random_tokens
+from support.pairwise import looped
+from support.small_models import build, random_tokens
 from torch.export import Dim
 
 FAST = ("delta", "softmax", "relative")

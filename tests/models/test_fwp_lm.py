@@ -1,4 +1,4 @@
-"""The language model: its equations, where its flags arrive, and what it keeps. Its laws are in test_laws.py."""
+"""The language model: its equations, where its flags arrive, and what it keeps. Its laws are in laws/test_models.py."""
 
 import copy
 from argparse import Namespace
@@ -7,8 +7,8 @@ from operator import attrgetter
 import pytest
 import torch
 from omegaconf import OmegaConf
-from pairwise import looped
-from small_models import (
+from support.pairwise import looped
+from support.small_models import (
     SMALL,
     build,
     build_model,
@@ -98,7 +98,7 @@ def test_positions_from_the_end_of_a_sample():
     assert torch.equal(seen[1][0, :3], expected[1:])
 
 
-def test_learned_positions():
+def test_learned_positions_are_added_and_end():
     model = build_model("softmax_lm_wt103", decoder_learned_pos=True, tokens_per_sample=7)
     tokens = random_tokens(2, 7)
     whole = log_probs(model, tokens)

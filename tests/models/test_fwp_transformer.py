@@ -8,9 +8,9 @@ import torch
 from fairseq import options, search
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
-from pairwise import looped
-from small_models import build_translation as build
-from small_models import check_half_precision, check_resumed, numbers_in, random_tokens, translation_task
+from support.pairwise import looped
+from support.small_models import build_translation as build
+from support.small_models import check_half_precision, check_resumed, numbers_in, random_tokens, translation_task
 
 from fairseq_fwp.models import fwp_transformer
 from fairseq_fwp.models.fwp_transformer import base_architecture
@@ -149,7 +149,7 @@ def test_beam_scores_equal_rescoring(kind, beam):
     check_rescoring([build(**KINDS[kind])], beam_size=beam)
 
 
-def test_other_searches():
+def test_scores_of_ensembles_samples_and_penalties_equal_rescoring():
     """Ensembles of different attentions, sampling, and length penalties."""
     check_rescoring([build(**DELTA), build(**SOFTMAX), build(**ALL["favor"])])
     model = build(**DELTA)
@@ -166,7 +166,7 @@ def test_other_searches():
             torch.testing.assert_close(hypothesis["score"].double(), expected, rtol=1e-5, atol=0)
 
 
-def test_diverse_beams():
+def test_diverse_beams_differ_and_do_not_depend_on_the_place():
     """Groups start differently, and do not depend on the place of a sentence in the data set."""
     model, found = build(**DELTA), []
     for numbers in ((0, 1, 2), (40, 7, 2)):
@@ -235,7 +235,7 @@ def test_tied_embeddings_with_an_adaptive_softmax(arch):
 
 
 @looped("arch", MT_PRESETS)
-def test_presets(arch):
+def test_presets_have_the_papers_sizes(arch):
     """Sizes are those of Vaswani's base and big model, with 512 features if a map has a choice."""
     args = Namespace(share_all_embeddings=True, encoder_layers=1, decoder_layers=1)
     ARCH_CONFIG_REGISTRY[arch](args)
@@ -287,7 +287,7 @@ def test_a_copy_reads_with_its_own_attentions():
 
 @looped("dtype", [torch.bfloat16, torch.float16])
 @looped("name", [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive])
-def test_half_precision(name, dtype):
+def test_half_precision_is_close_to_float32(name, dtype):
     model = build(**{**ALL[name], "decoder_update_rule": "delta", "sum_normalization": True})
     source, target = random_tokens(2, 12), random_tokens(2, 12)
     for score in (
@@ -358,7 +358,7 @@ def test_scores_start_as_large_as_those_of_softmax_attention(name, scaled, facto
 
 
 @looped("kind", ["maps-elu", "maps-favor", "cross", "encoder", "softmax"])
-def test_alignment(kind):
+def test_an_alignment_is_the_attention_to_the_source(kind):
     """The alignment of a hypothesis is the attention to the source in its own forward pass, as in fairseq's model.
 
     Weights are only computed after fairseq has announced that they are needed.

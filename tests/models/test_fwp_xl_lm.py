@@ -1,12 +1,12 @@
-"""Transformer-XL: its memory, its initialisation and half of the loss. Its laws are in test_laws.py."""
+"""Transformer-XL: its memory, its initialisation and half of the loss. Its laws are in laws/test_models.py."""
 
 from argparse import Namespace
 
 import pytest
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
-from pairwise import looped
-from small_models import (
+from support.pairwise import looped
+from support.small_models import (
     SMALL,
     TRANSFORMER_XL,
     build,

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from pairwise import looped
-from small_models import build_model, build_retrieval, build_translation, random_tokens
+from support.pairwise import looped
+from support.small_models import build_model, build_retrieval, build_translation, random_tokens
 
 from fairseq_fwp.modules import onednn
 from fairseq_fwp.modules.attention import FORMER_NAMES

@@ -6,8 +6,8 @@ from argparse import Namespace
 
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
-from pairwise import looped
-from small_models import configure, make_dictionary
+from support.pairwise import looped
+from support.small_models import configure, make_dictionary
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel

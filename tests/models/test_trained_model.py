@@ -3,8 +3,8 @@
 import pytest
 import torch
 from fairseq.models import MODEL_DATACLASS_REGISTRY
-from pairwise import looped
-from small_models import (
+from support.pairwise import looped
+from support.small_models import (
     SMALL,
     SMALL_TRANSLATION,
     build_model,

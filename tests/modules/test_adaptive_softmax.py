@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attentions import random
-from pairwise import looped
+from support.attentions import random
+from support.pairwise import looped
 from torch import nn
 
 from fairseq_fwp.modules import adaptive_softmax

@@ -1,4 +1,4 @@
-"""Laws of the causal attentions: every rule and map of the tables, softmax, local and Transformer-XL's."""
+"""The causal attentions: their papers' equations, numbers of any size, and refusals; laws are in tests/laws."""
 
 import copy
 import itertools
@@ -6,224 +6,29 @@ import re
 
 import pytest
 import torch
-from attentions import half_precision_error, memories, random, read, rule_inputs
-from pairwise import looped, pairwise
+from support.attentions import (
+    DIM,
+    FAST_WEIGHTS,
+    HEADS,
+    NORMALIZATIONS,
+    build,
+    is_defined,
+    memories,
+    random,
+    read,
+    rule_inputs,
+)
+from support.pairwise import looped
 from torch.nn import functional as F
 
 from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.base import detach, reorder
-from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
-from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization
 from fairseq_fwp.modules.attention.relative import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.attention.softmax import LocalAttention, SoftmaxAttention
 from fairseq_fwp.modules.attention.time_mix import TimeMix
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, uniform_gate_bias
-
-DIM, HEADS = 12, 3
-NORMALIZATIONS = {
-    "neither": {},
-    "sum": {"sum_normalization": SumNormalization()},
-    "attention": {"attention_normalization": AttentionNormalization()},
-    "both": {"sum_normalization": SumNormalization(), "attention_normalization": AttentionNormalization()},
-    "output": {"attention_normalization": AttentionNormalization(read_out_only=True)},
-}
-
-
-def is_defined(rule, feature_map, normalization):
-    """Return whether this layer exists and is tested; later rules are tested with only two maps."""
-    options = NORMALIZATIONS[normalization]
-    if options and not FEATURE_MAPS[feature_map].positive:
-        return False
-    if "attention_normalization" in options and not UPDATE_RULES[rule].normalizes:
-        return False
-    if "attention_normalization" in options and UPDATE_RULES[rule].normalizer and normalization != "output":
-        return False
-    return rule in ("sum", "gated", "decay", "delta") or feature_map in ("dpfp", "identity")
-
-
-# Every pair of rule, map and normalisation for which a layer exists.
-FAST_WEIGHTS = [
-    tuple(case.values())
-    for case in pairwise(
-        lambda case: is_defined(**case), rule=UPDATE_RULES, feature_map=FEATURE_MAPS, normalization=NORMALIZATIONS
-    )
-]
-ROTARY = {"softmax_heads": 6, "kv_heads": 2, "qkv_bias": True, "rope_theta": 30.0}
-BASELINES = {
-    ("softmax",): lambda: SoftmaxAttention(DIM, HEADS),
-    ("local",): lambda: LocalAttention(DIM, HEADS, window=6),
-    ("softmax", "rotary"): lambda: SoftmaxAttention(DIM, HEADS, **ROTARY),
-    ("local", "rotary"): lambda: LocalAttention(DIM, HEADS, window=4, **ROTARY),
-    ("delta_rnn",): lambda: DeltaRnn(DIM, HEADS, FEATURE_MAPS["elu"](4), sum_normalization=SumNormalization()),
-    ("time_mix",): lambda: TimeMix(DIM, HEADS, backend="reference"),
-    ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),
-    ("relative", "window"): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS, 3), window=6),
-    ("shaw",): lambda: RelativeAttention(DIM, HEADS, LearnedDistances(HEADS, DIM // HEADS, 3, biased=True)),
-}
-# The layers of DeltaNet, Gated DeltaNet and Kimi Delta Attention, with other sizes, and a convolution of one token.
-MODERN = {
-    ("delta", "silu", "DeltaNet"): {"conv_size": 4, "rms_norm": True, "norm_read_out": True, "scale_queries": True},
-    ("gated_delta", "silu", "Gated DeltaNet"): {
-        "conv_size": 3, "key_dim": 5, "value_dim": 2, "value_heads": 6, "output_gate": "silu", "norm_read_out": True,
-    },
-    ("kda", "identity", "KDA"): {
-        "conv_size": 1, "value_heads": 6, "output_gate": "sigmoid", "output_gate_rank": 2, "decay_lower_bound": -5.0,
-    },
-}  # fmt: skip
-KINDS = FAST_WEIGHTS + list(MODERN) + list(BASELINES)
-PACKING = FAST_WEIGHTS + list(MODERN) + [("delta_rnn",), ("time_mix",)]
-HALF_ERROR = 0.02
-every_attention = looped("kind", KINDS)
-
-
-def build(kind, **options):
-    """Return a layer in float64. A baseline has no options."""
-    if kind in BASELINES:
-        return BASELINES[kind]().double().eval()
-    rule, feature_map, normalization = kind
-    own = {"l2_normalization": True, "l2_normalization_epsilon": 1e-6, **MODERN[kind]} if kind in MODERN else {}
-    options = {"backend": "reference", **own, **NORMALIZATIONS.get(normalization, {}), **options}
-    key_dim = options.get("key_dim", DIM // HEADS)
-    return FastWeightAttention(DIM, HEADS, FEATURE_MAPS[feature_map](key_dim), rule, **options).double().eval()
-
-
-# Laws of every attention.
-
-
-@every_attention
-def test_pieces_with_the_carried_state_are_the_whole(kind):
-    """Rows of a state can be selected, and a detached state has the same values without a graph."""
-    layer, x, order = build(kind), random(3, 9, DIM).requires_grad_(), torch.tensor([2, 0, 2])
-    whole, last = layer(x)
-    _, state = layer(x[:, :4])
-    _, state = layer(x[:, 4:5], state)
-    after, end = layer(x[:, 5:], state)
-    torch.testing.assert_close(after, whole[:, 5:])
-    torch.testing.assert_close(layer(x[:, :4])[0], whole[:, :4])
-    for ours, theirs in zip(end, last, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(layer(x[order, 5:], reorder(state, order))[0], whole[order, 5:])
-    (flows,) = torch.autograd.grad(after.sum(), x)
-    cut = detach(state)
-    assert all(part is None or not part.requires_grad for part in cut)
-    detached = layer(x[:, 5:], cut)[0]
-    assert torch.equal(detached, after)
-    (ends,) = torch.autograd.grad(detached.sum(), x)
-    assert flows[:, :5].any() and not ends[:, :5].any()
-
-
-@every_attention
-def test_an_output_depends_on_no_later_token_and_on_no_padding(kind):
-    """Nor do later outputs depend on padding, on either side."""
-    layer, x, more = build(kind), random(2, 6, DIM), random(2, 1, DIM)
-    expected, expected_state = layer(x)
-    changed = x.clone()
-    changed[:, 4:] += 1
-    assert torch.equal(layer(changed)[0][:, :4], expected[:, :4])
-    assert not torch.allclose(layer(changed)[0][:, 4:], expected[:, 4:])
-    for places in (slice(3, None), slice(None, 6)):
-        padded, mask = 10 * random(2, 9, DIM), torch.ones(2, 9, dtype=torch.bool)
-        padded[:, places], mask[:, places] = x, False
-        y, state = layer(padded, key_padding_mask=mask)
-        torch.testing.assert_close(y[:, places], expected)
-        assert y.isfinite().all()
-        torch.testing.assert_close(layer(more, state)[0], layer(more, expected_state)[0])
-    if kind in FAST_WEIGHTS:  # gates are 1 at padding, where rules that forget keep everything
-        _, after = layer(x, expected_state, torch.ones(2, 6, dtype=torch.bool))
-        assert all(old is new is None or torch.equal(old, new) for old, new in zip(expected_state, after, strict=True))
-
-
-@looped("kind", PACKING)
-@looped("padded, backend", [(False, "reference"), (True, "auto")])
-def test_packed_documents_are_read_as_if_alone(kind, padded, backend):
-    """Documents shorter and longer than a convolution; in pieces; with padding anywhere."""
-    layer, x, first = build(kind, backend=backend), random(2, 12, DIM), torch.zeros(2, 12, dtype=torch.bool)
-    starts = ([0, 5, 6, 8, 12], [0, 4, 12])
-    for row, (_, *inner, _) in enumerate(starts):
-        first[row, inner] = True
-    alone = [
-        [layer(x[row : row + 1, begin:end]) for begin, end in itertools.pairwise(places)]
-        for row, places in enumerate(starts)
-    ]
-    expected = torch.cat([torch.cat([y for y, _ in documents], 1) for documents in alone])
-    mask, places = None, torch.arange(12)
-    if padded:
-        places = torch.tensor([1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 16])
-        mask = torch.ones(2, 18, dtype=torch.bool).index_fill(1, places, False)
-        x, first = random(2, 18, DIM).index_copy(1, places, x), torch.zeros_like(mask).index_copy(1, places, first)
-    y, state = layer(x, None, mask, first)
-    torch.testing.assert_close(y[:, places], expected)
-    for row, (*_, (_, last)) in enumerate(alone):
-        for ours, theirs in zip(state, last, strict=True):
-            assert ours is theirs is None or torch.allclose(ours[row : row + 1], theirs)
-    state, outs = None, []
-    for piece in torch.arange(x.shape[1]).split(4):
-        out, state = layer(x[:, piece], state, None if mask is None else mask[:, piece], first[:, piece])
-        outs.append(out)
-    torch.testing.assert_close(torch.cat(outs, 1)[:, places], y[:, places])
-
-
-def test_a_document_may_begin_and_end_at_padding():
-    """A beginning that stands at padding empties the state too."""
-    layer, x = build(("delta", "silu", "DeltaNet")), random(1, 5, DIM)
-    first = torch.tensor([[False, False, True, False, False]])
-    _, state = layer(x, None, torch.tensor([[False, False, True, True, True]]), first)
-    assert not state.recent.any() and not state.weights.any()
-    assert layer(x[:, :0], state, None, first[:, :0])[1].recent.shape == (1, 3, 3 * DIM)
-
-
-@looped("kind", [kind for kind in KINDS if kind[0] not in ("relative", "shaw")])  # their decoder counts the memory
-def test_the_size_of_the_state(kind):
-    """It has a bound where the attention says so; z does not count."""
-    layer = build(kind)
-    _, state = layer(random(1, 3, DIM))
-    counted = [part for name, part in state._asdict().items() if name != "normalizer" and part is not None]
-    assert layer.state_size(3) == sum(part.numel() for part in counted)
-    assert (layer.state_size(99) == layer.state_size(50, carried=True)) == layer.constant_state
-
-
-@every_attention
-def test_transforms_of_functions(kind):
-    """Gradients of each sample and derivatives in forward mode are those of autograd."""
-    layer, x = build(kind), random(3, 1, 5, DIM)
-    parameters = dict(layer.named_parameters())
-    values = {name: parameter.detach() for name, parameter in parameters.items()}
-    along = {name: torch.randn_like(value) for name, value in values.items()}
-    for module in layer.modules():
-        if hasattr(module, "backend"):
-            module.backend = "reference"
-
-    def loss(values, sample):
-        return torch.func.functional_call(layer, values, (sample,))[0].square().sum()
-
-    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x)
-    _, slopes = torch.func.jvp(lambda values: torch.stack([loss(values, sample) for sample in x]), (values,), (along,))
-    for i, sample in enumerate(x):
-        gradients = torch.autograd.grad(loss(parameters, sample), list(parameters.values()))
-        for name, expected in zip(parameters, gradients, strict=True):
-            torch.testing.assert_close(found[name][i], expected)
-        slope = sum((gradient * along[name]).sum() for name, gradient in zip(parameters, gradients, strict=True))
-        torch.testing.assert_close(slopes[i], slope)
-
-
-@looped("kind", KINDS)
-@looped("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_and_autocast(kind, dtype):
-    """A half-precision layer, and a float32 layer under autocast, are close to float32.
-
-    The state of fast weights is in float32.
-    """
-    layer = build(kind, backend="auto").float()
-    x = torch.randn(8, 12, DIM)
-    expected = layer(x)[0]
-    with torch.autocast("cpu", dtype):
-        mixed = layer(x)
-    half = copy.deepcopy(layer).to(dtype)(x.to(dtype))
-    for out, state in (mixed, half):
-        assert out.dtype == dtype and half_precision_error(out, expected) < HALF_ERROR
-        assert kind in BASELINES or all(part is None or part.dtype == torch.float32 for part in state)
-
 
 # Fast weights.
 

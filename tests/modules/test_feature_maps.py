@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from pairwise import looped
+from support.pairwise import looped
 
 from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS, Dpfp, Favor, FeatureMap, LearnedRelu
 
@@ -129,7 +129,7 @@ def test_features_and_gradients_are_finite_up_to_norm_30(name, dtype):
 
 
 @every_map
-def test_gradient(name):
+def test_the_gradient_is_that_of_finite_differences(name):
     feature_map = FEATURE_MAPS[name](HEAD_DIM).double()
     x = torch.randn(3, HEAD_DIM, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *_: feature_map(x), (x, *feature_map.parameters()))

@@ -4,8 +4,8 @@ import copy
 import math
 
 import torch
-from attentions import half_precision_error, random
-from pairwise import looped
+from support.attentions import half_precision_error, random
+from support.pairwise import looped
 
 from fairseq_fwp.modules.attention.base import reorder
 from fairseq_fwp.modules.attention.linear import LinearAttention

@@ -3,8 +3,8 @@
 import itertools
 
 import torch
-from attentions import memories, read
-from pairwise import looped, pairwise
+from support.attentions import memories, read
+from support.pairwise import looped, pairwise
 from torch.nn.functional import sigmoid, silu, softplus
 
 from fairseq_fwp.modules.attention import FastWeightAttention

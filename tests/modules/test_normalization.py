@@ -1,8 +1,8 @@
 """Sum and attention normalisation in cases that a layer seldom meets; Eqs. 24 to 28 are held in test_attention.py."""
 
 import torch
-from attentions import memories, read
-from pairwise import looped
+from support.attentions import memories, read
+from support.pairwise import looped
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization, running_sum

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from pairwise import looped
+from support.pairwise import looped
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

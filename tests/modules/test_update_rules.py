@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from attentions import rule_inputs
-from pairwise import looped
+from support.attentions import rule_inputs
+from support.pairwise import looped
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.attention import FastWeightAttention

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from operator_fixtures import one_thread  # noqa: F401
+from support.operator_fixtures import one_thread  # noqa: F401
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / name) for name in ("nightly", "ops", "kernels", "emulator", "recipes")]

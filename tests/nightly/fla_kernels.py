@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from subjects import RULES, cotangents, relative_error, results, sample_inputs
+from support.subjects import RULES, cotangents, relative_error, results, sample_inputs
 from triton.runtime import autotuner
 
 from fairseq_fwp.ops import fla

@@ -35,23 +35,23 @@ KERNELS = "cuda_ext/cuda/"  # mutants that the emulator runs, in test_kernel_mut
 # The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
 TESTS = {
     "cuda_ext/bindings/cuda.cpp": "emulator/test_binding.py",
-    "cuda_ext": "laws ops modules",
+    "cuda_ext": "laws/test_operators.py ops laws modules",
     "fairseq_fwp/cli": "cli evaluation test_commands.py",
     "fairseq_fwp/convert": "convert test_pretrained.py",
     "fairseq_fwp/distillation.py": "test_distillation.py",
     "fairseq_fwp/evaluation": "evaluation cli",
-    "fairseq_fwp/fast_weight_layer": "fast_weight_layer models cli",
+    "fairseq_fwp/fast_weight_layer": "fast_weight_layer laws models cli",
     "fairseq_fwp/interop": "interop cli",
     "fairseq_fwp/kernels": "kernels ops",
-    "fairseq_fwp/models": "models tasks evaluation convert modules",
-    "fairseq_fwp/modules": "modules models tasks fast_weight_layer convert",
-    "fairseq_fwp/ops": "laws ops modules",
+    "fairseq_fwp/models": "models laws/test_models.py tasks evaluation convert laws modules",
+    "fairseq_fwp/modules": "laws/test_attentions.py modules laws models tasks fast_weight_layer convert",
+    "fairseq_fwp/ops": "laws/test_operators.py ops laws modules",
     "fairseq_fwp/patches": "patches cli tasks nightly/test_kill_and_resume.py",
     "fairseq_fwp/pretrained.py": "test_pretrained.py",
-    "fairseq_fwp/synthetic": "synthetic models",
-    "fairseq_fwp/tasks": "tasks models",
+    "fairseq_fwp/synthetic": "synthetic models laws/test_models.py",
+    "fairseq_fwp/tasks": "tasks models laws/test_models.py",
     "fairseq_fwp/testing.py": "ops",
-    "fairseq_fwp": "test_registration.py models",
+    "fairseq_fwp": "test_registration.py models laws/test_models.py",
 }
 
 

@@ -5,8 +5,8 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from isolated import run_isolated
-from subjects import RULES
+from support.isolated import run_isolated
+from support.subjects import RULES
 
 from fairseq_fwp.ops.fla import FORMS
 

@@ -9,7 +9,7 @@ from emulator import KERNELS, Emulator, EmulatorError, build
 from nightly.run import KERNELS as PATH
 from nightly.run import insert, mutants
 from operator_cases import CASES, as_double, cotangents_of, make_case, reference
-from subjects import relative_error
+from support.subjects import relative_error
 from test_sanitizer import run_watched
 
 # Ragged in every size, with several heads in a block, slabs, stages and chunks.

@@ -10,8 +10,8 @@ import time
 
 import pytest
 import torch
-from command_server import shared
-from small_text import TASKS, training, write_text
+from support.command_server import shared
+from support.small_text import TASKS, training, write_text
 
 KILLS = 20
 # Three epochs, with checkpoints in the middle and at the end of each.

@@ -10,7 +10,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
-from subjects import RULES, fastest_backend, relative_error, sample_inputs
+from support.subjects import RULES, fastest_backend, relative_error, sample_inputs
 
 from fairseq_fwp.evaluation.scoring import StreamScorer, WindowScorer
 from fairseq_fwp.evaluation.windows import Text, windows

@@ -5,9 +5,9 @@ import re
 
 import pytest
 import torch
-from command_server import shared
 from fairseq.data import Dictionary, indexed_dataset
-from small_text import write_text
+from support.command_server import shared
+from support.small_text import write_text
 
 SIZE = ["--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16, "--decoder-attention-heads", 2]
 ADAPTIVE = ["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp"]

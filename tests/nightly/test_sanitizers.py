@@ -11,8 +11,8 @@ import subprocess
 import sys
 
 import pytest
-from isolated import PREAMBLE
 from nightly.run import ROOT, insert, mutants
+from support.isolated import PREAMBLE
 
 LAWS = ["laws/test_operators.py", "ops/test_operator.py", "test_unusual_inputs.py"]
 # These do not test kernels, and are slow under a sanitizer.

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 import torch
-from pairwise import looped
-from subjects import RULES, WITH_KERNEL, operands, sample_inputs
+from support.pairwise import looped
+from support.subjects import RULES, WITH_KERNEL, operands, sample_inputs
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops.fast_weights import fast_weights

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from pairwise import looped
+from support.pairwise import looped
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops.fast_weights import fast_weights

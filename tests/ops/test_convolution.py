@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pairwise import looped
+from support.pairwise import looped
 
 from fairseq_fwp.ops import convolution
 from fairseq_fwp.ops.convolution import causal_conv1d

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from pairwise import looped
-from subjects import (
+from support.pairwise import looped
+from support.subjects import (
     RULES,
     WITH_KERNEL,
     check_accuracy,
@@ -160,7 +160,7 @@ def test_decoding_in_a_graph(rule):
 @every_kernel
 @looped("shape", [(1, 1, 1, 64, 64), (64, 16, 1, 64, 64), (3, 2, 1, 300, 17)], ids=str)
 @looped("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_decoding_step(rule, shape, dtype):
+def test_a_decoding_step_is_as_accurate_as_the_loop(rule, shape, dtype):
     @torch.no_grad()
     def draw(n):
         inputs = sample_inputs(rule, shape, dtype, seed=n)

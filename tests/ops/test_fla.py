@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from fla_functions import FUNCTIONS, stand_in
-from pairwise import looped
-from subjects import RULES, cotangents, results, sample_inputs
+from support.fla_functions import FUNCTIONS, stand_in
+from support.pairwise import looped
+from support.subjects import RULES, cotangents, results, sample_inputs
 
 from fairseq_fwp.ops import fla
 

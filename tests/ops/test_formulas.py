@@ -6,8 +6,8 @@ logarithms of decays, where the memory fades, and a scale of the query. A formul
 
 import numpy as np
 import pytest
-from pairwise import looped
-from subjects import RULES, WITH_KERNEL, kernel_or_auto, sample_inputs
+from support.pairwise import looped
+from support.subjects import RULES, WITH_KERNEL, kernel_or_auto, sample_inputs
 
 
 def sum_rule(w, k, v):

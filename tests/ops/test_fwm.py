@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from pairwise import looped
+from support.pairwise import looped
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops.reference import CHUNK

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from isolated import run_isolated
-from subjects import PER_KEY, RULES, fastest_backend
+from support.isolated import run_isolated
+from support.subjects import PER_KEY, RULES, fastest_backend
 
 MEASURE = """
 import json, torch

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from pairwise import looped
-from subjects import (
+from support.pairwise import looped
+from support.subjects import (
     COMBINATIONS,
     RULES,
     WITH_KERNEL,

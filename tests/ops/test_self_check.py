@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
-from isolated import PREAMBLE
-from pairwise import looped
-from subjects import sample_inputs
+from support.isolated import PREAMBLE
+from support.pairwise import looped
+from support.subjects import sample_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_fwp import kernels, ops

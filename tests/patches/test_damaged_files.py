@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_server import PLUGIN, shared
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, data_utils, indexed_dataset
 from fairseq.file_io import PathManager
 from hypothesis import given
 from hypothesis import strategies as st
-from pairwise import looped
-from small_text import training, write_text
+from support.command_server import PLUGIN, shared
+from support.pairwise import looped
+from support.small_text import training, write_text
 
 from fairseq_fwp.cli import eval_lm
 
@@ -176,7 +176,7 @@ def read_text(folder):
 
 
 @looped("damage", [*DAMAGES, *(f"{impl}: {lie}" for impl in LIES for lie in LIES[impl])])
-def test_texts(tmp_path, damage):
+def test_a_damaged_text_is_refused(tmp_path, damage):
     sentence = damage_text(write_text(tmp_path), damage)
     with pytest.raises(ValueError, match=sentence) as error:
         read_text(tmp_path)

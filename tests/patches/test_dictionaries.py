@@ -10,7 +10,7 @@ import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.data import Dictionary
 from fairseq.data.dictionary import TruncatedDictionary
-from small_text import train_model, training, write_text
+from support.small_text import train_model, training, write_text
 
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.patches import checkpoints

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_server import PLUGIN, shared
 from fairseq.dataclass.configs import DistributedTrainingConfig
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf
-from pairwise import looped
-from small_text import training, write_text
+from support.command_server import PLUGIN, shared
+from support.pairwise import looped
+from support.small_text import training, write_text
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from fairseq.data import FairseqDataset, MonolingualDataset, TokenBlockDataset, 
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
-from pairwise import looped
-from small_models import build_model, make_dictionary
-from small_text import write_text
+from support.pairwise import looped
+from support.small_models import build_model, make_dictionary
+from support.small_text import write_text
 
 
 @looped("multiple", [1, 2, 8])

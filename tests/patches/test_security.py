@@ -18,13 +18,13 @@ from types import SimpleNamespace
 import fairseq
 import pytest
 import torch
-from command_server import ROOT, shared
 from fairseq import checkpoint_utils, file_utils, utils
 from fairseq.data import Dictionary, FileAudioDataset, codedataset, data_utils
 from fairseq.data.audio.data_cfg import S2TDataConfig
 from fairseq.models.speech_to_text.hub_interface import S2THubInterface
-from pairwise import looped
-from small_text import training, write_text
+from support.command_server import ROOT, shared
+from support.pairwise import looped
+from support.small_text import training, write_text
 
 from fairseq_fwp.patches import checkpoints, data
 

@@ -15,7 +15,7 @@ from fairseq.data.huffman import HuffmanCodeBuilder
 from fairseq.data.legacy import BertDictionary, MaskedLMDictionary
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf
-from pairwise import looped
+from support.pairwise import looped
 
 from fairseq_fwp.patches.checkpoints import show_what_a_model_refuses
 from fairseq_fwp.patches.messages import silence_known_warnings

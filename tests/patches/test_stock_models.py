@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from command_server import run
+from support.command_server import run
 
 AUDIO = ["--task", "hubert_pretraining", "--labels", '["km"]', "--mask-length", "2"]
 HUBERT = [*AUDIO, "--arch", "hubert", "--conv-feature-layers", "[(16, 10, 5)] + [(16, 8, 8)] * 2", "--final-dim", "16"]

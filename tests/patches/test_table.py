@@ -41,7 +41,7 @@ TESTS = {
     "explain_other_files": "test_damaged_files::test_a_checkpoint_cut_anywhere",
     "save_whole": "test_damaged_files::test_a_disk_that_is_full",
     "copy_whole": "test_damaged_files::test_a_copy_on_a_full_disk_leaves_the_old_file",
-    "refuse_damaged_data close_what_is_open": "test_damaged_files::test_texts",
+    "refuse_damaged_data close_what_is_open": "test_damaged_files::test_a_damaged_text_is_refused",
     "load_weights_only": "test_security::test_they_are_refused_where_torch_would_run_them",
     "evaluate_data_alone": "test_security::test_a_configuration_is_no_code",
     "index_without_a_shell": "test_security::test_the_name_of_a_text_is_no_command",

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command_server import shared
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 from fairseq.optim import AMPOptimizer, FP16Optimizer
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.optim.sgd import SGD
 from omegaconf import OmegaConf
-from small_text import write_text
+from support.command_server import shared
+from support.small_text import write_text
 
 DECAY, START = 0.75, 2
 slow = partial(pytest.param, marks=pytest.mark.slow)

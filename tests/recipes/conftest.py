@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import made_up
 import pytest
-from command_server import shared
+from support.command_server import shared
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "driver"))
 import commands

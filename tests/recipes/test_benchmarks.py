@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import subjects
 import torch
 from made_up import RECIPES, ROOT
+from support import subjects
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.update_rules import UPDATE_RULES

@@ -19,7 +19,7 @@ import pytest
 import tables
 import training
 from commands import RecipeError
-from pairwise import looped
+from support.pairwise import looped
 
 RECIPES = sorted(
     path.parent

@@ -2,14 +2,14 @@
 
 import re
 
-import command_server
 import grid
 import made_up
 import pytest
 from commands import RecipeError
-from pairwise import looped
 from problems import Problems
 from retrieval import Retrieval
+from support import command_server
+from support.pairwise import looped
 
 FOLDER = made_up.RECIPES / "associative_retrieval"
 ENTRY = "- {arch: sum_retrieval, num-keys: 3"

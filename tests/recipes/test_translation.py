@@ -13,8 +13,8 @@ import pytest
 import torch
 import translation
 from commands import RecipeError
-from pairwise import looped
 from sacrebleu.metrics import BLEU
+from support.pairwise import looped
 
 BOTH = ("en", "de")
 
@@ -77,7 +77,7 @@ def generated(folder, lines, sentences=2):
     return log
 
 
-def test_scores(tmp_path):
+def test_scores_are_read_in_any_order(tmp_path):
     """Three kinds of BLEU of the same sentences, printed in any order."""
     log = generated(tmp_path, [(1, HYPOTHESES[1]), (0, HYPOTHESES[0])])
     raw = ["Ein well-known Haus steht hier.", "die Erinnerung liest einmal & mehr."]

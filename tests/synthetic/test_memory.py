@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attentions import memories
-from pairwise import looped
+from support.attentions import memories
+from support.pairwise import looped
 from torch import nn
 
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
@@ -93,7 +93,7 @@ def test_reading_backwards_is_reading_the_matrix(rule, norm, length, monkeypatch
     torch.testing.assert_close(by_kernel, matrix)
 
 
-def test_softmax():
+def test_softmax_memory_is_its_definition():
     memory = SoftmaxMemory(S)
     assert not memory.gate_projections(3)
     q, k, values, _ = inputs(make("sum"))

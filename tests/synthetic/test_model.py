@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from fairseq import metrics
 from fairseq.models import ARCH_MODEL_REGISTRY
-from pairwise import looped
-from small_models import build_retrieval as build
+from support.pairwise import looped
+from support.small_models import build_retrieval as build
 
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -30,7 +30,7 @@ NORMALIZED |= {"softmax": [], "fwm": ["norm_read_out"]}
 
 
 @looped("arch", RETRIEVAL_PRESETS)
-def test_architectures(arch):
+def test_architectures_have_the_papers_sizes(arch):
     """Names say the rule and map; sizes are those of the paper or its public code, and so is the normalisation."""
     assert ARCH_MODEL_REGISTRY[arch] is FwpAssociativeRetrieval
     preset = RETRIEVAL_PRESETS[arch]

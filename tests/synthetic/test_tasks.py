@@ -9,8 +9,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from command_server import run
-from pairwise import looped
+from support.command_server import run
+from support.pairwise import looped
 
 from fairseq_fwp.synthetic.data import NOT_ASKED, PROBLEMS, Associations, Setting
 from fairseq_fwp.synthetic.model import FwpAssociativeRetrievalConfig

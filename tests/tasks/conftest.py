@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_text import write_dictionary, write_split
+from support.small_text import write_dictionary, write_split
 
 from fairseq_fwp.tasks.fwp_language_modeling import FwpLanguageModelingConfig, FwpLanguageModelingTask
 

@@ -10,8 +10,8 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
-from pairwise import looped
-from small_models import SMALL, configure
+from support.pairwise import looped
+from support.small_models import SMALL, configure
 
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import torch
 from fairseq.data import TokenBlockDataset, iterators
-from pairwise import looped, pairwise
+from support.pairwise import looped, pairwise
 
 from fairseq_fwp.tasks.text import document_starts
 
@@ -116,7 +116,7 @@ DOCUMENTS = [
 
 
 @looped("separator, lines, documents", DOCUMENTS)
-def test_documents(make_task, separator, lines, documents):
+def test_documents_begin_after_the_separator(make_task, separator, lines, documents):
     task = make_task({"train": lines}, tokens_per_sample=3, carry_state=True, reset_state_after=separator)
     blocks, found = task.dataset("train"), []
     for block, starts in zip(blocks, blocks.starts_document, strict=True):

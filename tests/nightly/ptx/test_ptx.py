@@ -9,7 +9,7 @@ from emulator import KERNELS, Emulator, EmulatorError, build
 from interpreter import Interpreter, translate
 from nvcc import compiled_kernels, needs_nvcc
 from operator_cases import CASES, cotangents_of, make_case
-from subjects import relative_error
+from support.subjects import relative_error
 from test_kernels import (
     HOPPER,
     IN_CHUNKS,

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from command_server import run
+from support.command_server import run
 
 SIZE = ["--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "48"]
 BATCH = ["--tokens-per-sample", "32", "--batch-size", "4", "--required-batch-size-multiple", "1"]

@@ -1,30 +1,24 @@
 """Laws of every language model; those of translation are in test_fwp_transformer.py."""
 
-import re
 from argparse import Namespace
 
 import pytest
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
-from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
-from pairwise import looped
-from small_models import (
+from support.pairwise import looped
+from support.small_models import (
     FAST_WEIGHT_LAYERS,
     LANGUAGE_MODELS,
     MODELS,
-    SMALL,
     TRANSFORMER_XL,
     build,
-    build_model,
     by_segments,
     by_steps,
     check_half_precision,
     check_resumed,
-    configure,
     log_probs,
-    make_dictionary,
     numbers_in,
     random_tokens,
 )
@@ -205,7 +199,7 @@ def test_it_is_trained_saved_and_resumed_with_its_state(kind):
 
 @looped("kind", [*LANGUAGE_MODELS, *TRANSFORMER_XL])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(kind, dtype):
+def test_half_precision_is_close_to_float32(kind, dtype):
     """Errors are small next to what attention contributes; the loss of a large batch does not overflow float16."""
     model, tokens = build(kind, tokens_per_sample=16), random_tokens(2, 12)
     # DPFP divides by features close to zero.
@@ -278,139 +272,6 @@ def test_each_dropout_acts_in_training_and_only_there(kind, flag):
     model.eval().make_generation_fast_(retain_dropout=True)
     if "attention" not in flag and "softmax" not in flag:
         assert not torch.allclose(loss(model), loss(model))
-
-
-# Flags without effect are named.
-UNUSED = [
-    ("delta_lm_wt103", {"dpfp_nu": 2}, ["dpfp_nu"]),
-    ("sum_favor_lm_wt103", {"decoder_feature_map": "elu"}, ["favor_features"]),
-    ("softmax_lm_wt103", {"sum_normalization": True}, ["sum_normalization"]),
-    ("delta_lm_wt103", {"attention_dropout": 0.5}, ["attention_dropout"]),
-    ("softmax_lm_wt103", {"decoder_conv_size": 4, "output_gate": "silu"}, ["decoder_conv_size", "output_gate"]),
-    ("softmax_lm_wt103", {"decoder_value_dim": 4, "decoder_value_heads": 8, "scale_queries": True},
-     ["decoder_value_dim", "decoder_value_heads", "scale_queries"]),
-    ("delta_rnn_lm_wt103", {"decay_lower_bound": -5.0, "output_gate_rank": 2},
-     ["output_gate_rank", "decay_lower_bound"]),
-    ("softmax_lm_wt103", {"l2_normalization_epsilon": 1e-6}, ["l2_normalization_epsilon"]),
-    ("kda_lm_tiny", {}, []),
-    ("rwkv7_lm_tiny", {"scale_queries": True}, ["scale_queries"]),
-    ("delta_net_lm_tiny", {"decay_rank": 1, "rate_rank": 2, "value_rank": 3},
-     ["decay_rank", "rate_rank", "value_rank"]),
-    ("decay_lm_wt103", {"normalization_epsilon": 0.1}, ["normalization_epsilon"]),
-    ("sum_lm_wt103", {"attention_normalization_read_out_only": True}, ["attention_normalization_read_out_only"]),
-    ("delta_dpfp_lm_wt103", {"dpfp_nu": 2}, []),
-    ("softmax_lm_wt103", {"attention_window": 3}, []),
-    ("delta_lm_wt103", {"attention_window": 3}, ["attention_window"]),
-    ("delta_lm_wt103", {"attention_rope_theta": 9.0, "attention_kv_heads": 2},
-     ["attention_kv_heads", "attention_rope_theta"]),
-    ("softmax_lm_wt103", {"attention_rope_theta": 9.0, "attention_kv_heads": 2, "attention_qkv_bias": True}, []),
-    ("softmax_lm_wt103", {}, []),
-    ("fwp_lm", {"softmax_layers": "1", "attention_window": 3, "attention_dropout": 0.5, "sum_normalization": True}, []),
-    ("fwp_lm", {"softmax_layers": "0", "dpfp_nu": 2}, ["dpfp_nu"]),
-    ("fwp_lm", {"softmax_layers": "0,1", "sum_normalization": True, "attention_dropout": 0.5}, ["sum_normalization"]),
-    *(
-        ("fwp_lm", {"decoder_update_rule": rule, "decoder_feature_map": "elu", "attention_normalization": True,
-                    "attention_normalization_read_out_only": True}, unused)
-        for rule, unused in (
-            ("sum", ["attention_normalization_read_out_only"]), ("delta", []), ("gated_delta", []), ("kda", []),
-        )
-    ),
-    ("fwp_xl_lm", {"decoder_positions": "shaw", "clamp_len": 5, "untie_biases": True}, ["untie_biases"]),
-    *(
-        ("fwp_xl_lm", {"decoder_positions": positions, "mem_len": 0, "untie_biases": True, "clamp_len": 3},
-         ["untie_biases", "clamp_len"])
-        for positions in ("absolute", "layerwise")
-    ),
-    ("fwp_xl_lm", {"untie_biases": True, "clamp_len": 3}, []),
-    ("fwp_fwl_lm", {"decoder_update_rule": "softmax", "attention_window": 4}, []),
-    ("fwp_fwl_lm", {"decoder_update_rule": "softmax", "mem_len": 3}, ["mem_len"]),
-    ("fwp_fwl_lm", {"fwl_base": "fwp_xl_lm", "mem_len": 3}, []),
-    ("fwp_fwl_lm", {"fwl_base": "fwp_xl_lm", "attention_window": 4, "mem_len": 3}, ["attention_window"]),
-    ("fwp_fwl_lm", {"softmax_layers": "1", "attention_window": 4}, []),
-    ("fwp_fwl_lm", {"fwl_base": "fwp_xl_lm", "softmax_layers": "1"}, ["softmax_layers"]),
-]  # fmt: skip
-
-
-@looped(("arch", "flags", "unused"), UNUSED)
-def test_flags_without_effect_are_named(caplog, arch, flags, unused):
-    caplog.clear()
-    build_model(arch, **flags)
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    named = [message.split()[0] for message in warnings if "has no effect on the chosen attention" in message]
-    assert named == [f"--{flag.replace('_', '-')}" for flag in unused]
-
-
-# Refused, in one sentence that names the flag and what it must be.
-REFUSED = [
-    ("softmax", {"decoder_embed_dim": 0}, "--decoder-embed-dim .* got 0"),
-    ("softmax", {"decoder_ffn_embed_dim": 0}, "--decoder-ffn-embed-dim .* got 0"),
-    ("softmax", {"decoder_layers": -1}, "--decoder-layers .* got -1"),
-    ("softmax", {"attention_dropout": 2.0}, "--attention-dropout .* got 2.0"),
-    ("softmax", {"final_dropout": -0.5}, "--final-dropout .* got -0.5"),
-    ("softmax", {"dropout": -0.1}, "--dropout .* got -0.1"),
-    *(
-        ("delta", {"adaptive_softmax_cutoff": cutoffs}, "--adaptive-softmax-cutoff must be whole numbers .*, got .*")
-        for cutoffs in ("abc", "10;20", "5.5", "10,,x")
-    ),
-    *(
-        ("delta", {"softmax_layers": layers},
-         f"--softmax-layers must be ascending numbers from 0 to 1, separated by commas, got {re.escape(repr(layers))}")
-        for layers in ("", "2", "-1", "0,0", "1,0", "0,", "0, 1", "00", "first", "0-1")
-    ),
-    *(
-        (kind, {"softmax_layers": "1"}, "--softmax-layers must be left out with --decoder-update-rule softmax, got .*")
-        for kind in ("softmax", "local")
-    ),
-    ("delta", {"positions_from_end": True, "no_token_positional_embeddings": True},
-     ".*must be off with --no-token-positional-embeddings.*"),
-    ("learned positions", {"positions_from_end": True}, ".* must be off with --decoder-learned-pos.*"),
-    *(
-        ("sum", {"output_layer": "untied", "adaptive_softmax_cutoff": cutoffs, "div_val": div_val},
-         "--output-layer untied must be left out with .*: choose biased or tied")
-        for cutoffs, div_val in (("10,30", 1), ("", 2))
-    ),
-    ("relative", {"mem_len": -1}, "--mem-len must be at least 0, got -1"),
-    ("softmax", {"norm_epsilon": 0.0}, "--norm-epsilon must be above 0, got 0.0"),
-    ("DeltaNet", {"decoder_conv_size": -1}, "--decoder-conv-size must be at least 1 token, or 0 .*, got -1"),
-    ("RWKV-7", {"swiglu": True}, "--swiglu must be off with --channel-mix, got on"),
-    ("relative", {"channel_mix": True}, "--channel-mix must be off with Transformer-XL, got on: .*"),
-    ("RWKV-7", {"decoder_attention_heads": 3}, "--decoder-embed-dim must be divisible by .*, got 16 and 3"),
-    ("RWKV-7", {"l2_normalization_epsilon": -1.0}, "--l2-normalization-epsilon must be at least 0, got -1.0"),
-    *(
-        ("RWKV-7", {name: 0}, f"--{name.replace('_', '-')} must be at least 1, got 0")
-        for name in ("decay_rank", "rate_rank", "value_rank", "output_gate_rank")
-    ),
-    ("DeltaNet", {"decoder_value_heads": 5}, "--decoder-value-heads must be a multiple of .* = 4, got 5"),
-    ("layer on delta", {"rms_norm": True}, "--rms-norm must be off with a fast weight layer, got on: .*"),
-    ("relative", {"mem_len": 0, "same_length": True}, "--mem-len must be at least 1 with --same-length, got 0"),
-    ("absolute", {"mem_len": 6}, "--mem-len must be 0 with --decoder-positions absolute, got .*"),
-    ("layerwise", {"mem_len": 6}, "--mem-len must be 0 with --decoder-positions layerwise, got .*"),
-    ("shaw_biased", {"clamp_len": -1}, "--clamp-len must be at least 1 with --decoder-positions shaw_biased.*"),
-    ("relative", {"decoder_attention_heads": 3},
-     "--decoder-embed-dim must be divisible by --decoder-attention-heads, got 16 and 3"),
-    ("delta", {"attention_normalization": True, "decoder_update_rule": "rwkv7"},
-     "--attention-normalization must be left out for the update rule rwkv7, where it is not defined: .*"),
-    ("delta", {"attention_normalization": True, "decoder_update_rule": "kda"},
-     ".* it erases and forgets, so only its output can be normalised"),
-    ("delta", {"decoder_feature_map": "tanh"}, ".*features must not be negative for sum and attention normalisation.*"),
-    ("relative", {"div_val": 0, "adaptive_softmax_cutoff": "10"}, "--div-val must be at least 1, got 0"),
-    ("relative", {"div_val": 17, "adaptive_softmax_cutoff": "10"},
-     "--decoder-embed-dim must be at least 17, which is --div-val to the power of the number of cutoffs, got 16"),
-]  # fmt: skip
-
-
-@looped(("kind", "flags", "sentence"), REFUSED)
-def test_flags_that_cannot_be_are_refused(kind, flags, sentence):
-    with pytest.raises(ValueError, match=f"^{sentence}$") as error:
-        build(kind, **flags)
-    assert "\n" not in str(error.value)
-
-
-@looped("arch", ["fwp_lm", "fwp_xl_lm", "fwp_fwl_lm"])
-def test_a_smaller_output_dictionary_is_refused(arch):
-    task = Namespace(source_dictionary=make_dictionary(50), target_dictionary=make_dictionary(30))
-    with pytest.raises(ValueError, match=r"--output-dictionary-size must be left out .* got 30"):
-        ARCH_MODEL_REGISTRY[arch].build_model(configure(arch, **SMALL), task)
 
 
 @looped("kind", ["delta", "relative"])

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "fairseq_fwp"
+PACKAGE = Path(__file__).resolve().parents[2] / "fairseq_fwp"
 # The package itself imports fairseq, which takes seconds and is not tested here.
 PREAMBLE = f"""
 import sys, types

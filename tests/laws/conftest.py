@@ -1,1 +1,0 @@
-from operator_fixtures import one_thread, poisoned_memory  # noqa: F401

@@ -1,0 +1,155 @@
+"""What tests of attentions share: small layers of all kinds, the papers' equations of every rule, and errors."""
+
+import torch
+from support.pairwise import pairwise
+
+from fairseq_fwp.modules.attention import FastWeightAttention
+from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
+from fairseq_fwp.modules.attention.relative import LearnedDistances, RelativeAttention, SinusoidalDistances
+from fairseq_fwp.modules.attention.softmax import LocalAttention, SoftmaxAttention
+from fairseq_fwp.modules.attention.time_mix import TimeMix
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+DIM, HEADS = 12, 3
+NORMALIZATIONS = {
+    "neither": {},
+    "sum": {"sum_normalization": SumNormalization()},
+    "attention": {"attention_normalization": AttentionNormalization()},
+    "both": {"sum_normalization": SumNormalization(), "attention_normalization": AttentionNormalization()},
+    "output": {"attention_normalization": AttentionNormalization(read_out_only=True)},
+}
+
+
+def is_defined(rule, feature_map, normalization):
+    """Return whether this layer exists and is tested; later rules are tested with only two maps."""
+    options = NORMALIZATIONS[normalization]
+    if options and not FEATURE_MAPS[feature_map].positive:
+        return False
+    if "attention_normalization" in options and not UPDATE_RULES[rule].normalizes:
+        return False
+    if "attention_normalization" in options and UPDATE_RULES[rule].normalizer and normalization != "output":
+        return False
+    return rule in ("sum", "gated", "decay", "delta") or feature_map in ("dpfp", "identity")
+
+
+# Every pair of rule, map and normalisation for which a layer exists.
+FAST_WEIGHTS = [
+    tuple(case.values())
+    for case in pairwise(
+        lambda case: is_defined(**case), rule=UPDATE_RULES, feature_map=FEATURE_MAPS, normalization=NORMALIZATIONS
+    )
+]
+ROTARY = {"softmax_heads": 6, "kv_heads": 2, "qkv_bias": True, "rope_theta": 30.0}
+BASELINES = {
+    ("softmax",): lambda: SoftmaxAttention(DIM, HEADS),
+    ("local",): lambda: LocalAttention(DIM, HEADS, window=6),
+    ("softmax", "rotary"): lambda: SoftmaxAttention(DIM, HEADS, **ROTARY),
+    ("local", "rotary"): lambda: LocalAttention(DIM, HEADS, window=4, **ROTARY),
+    ("delta_rnn",): lambda: DeltaRnn(DIM, HEADS, FEATURE_MAPS["elu"](4), sum_normalization=SumNormalization()),
+    ("time_mix",): lambda: TimeMix(DIM, HEADS, backend="reference"),
+    ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),
+    ("relative", "window"): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS, 3), window=6),
+    ("shaw",): lambda: RelativeAttention(DIM, HEADS, LearnedDistances(HEADS, DIM // HEADS, 3, biased=True)),
+}
+# The layers of DeltaNet, Gated DeltaNet and Kimi Delta Attention, with other sizes, and a convolution of one token.
+MODERN = {
+    ("delta", "silu", "DeltaNet"): {"conv_size": 4, "rms_norm": True, "norm_read_out": True, "scale_queries": True},
+    ("gated_delta", "silu", "Gated DeltaNet"): {
+        "conv_size": 3, "key_dim": 5, "value_dim": 2, "value_heads": 6, "output_gate": "silu", "norm_read_out": True,
+    },
+    ("kda", "identity", "KDA"): {
+        "conv_size": 1, "value_heads": 6, "output_gate": "sigmoid", "output_gate_rank": 2, "decay_lower_bound": -5.0,
+    },
+}  # fmt: skip
+KINDS = FAST_WEIGHTS + list(MODERN) + list(BASELINES)
+
+
+def build(kind, **options):
+    """Return a layer in float64. A baseline has no options."""
+    if kind in BASELINES:
+        return BASELINES[kind]().double().eval()
+    rule, feature_map, normalization = kind
+    own = {"l2_normalization": True, "l2_normalization_epsilon": 1e-6, **MODERN[kind]} if kind in MODERN else {}
+    options = {"backend": "reference", **own, **NORMALIZATIONS.get(normalization, {}), **options}
+    key_dim = options.get("key_dim", DIM // HEADS)
+    return FastWeightAttention(DIM, HEADS, FEATURE_MAPS[feature_map](key_dim), rule, **options).double().eval()
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def rule_inputs(layer, x, key_padding_mask=None):
+    """Return q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
+    queries_keys, v, gates = layer.project(x)
+    if layer.convolution is not None:
+        queries_keys, v, _ = layer.convolve(queries_keys, v, None, key_padding_mask, None)
+    features = layer.feature_map(queries_keys)
+    for normalization in layer.key_normalizations:
+        features = normalization(features)
+    return layer.arrange(features, v, gates, key_padding_mask)
+
+
+def half_precision_error(found, expected):
+    """Return the error of outputs (B, L, D) relative to their sizes, without the worst tenth of the tokens.
+
+    A divisor close to zero makes any error of one output large.
+    """
+    errors, sizes = ((x.float().norm(dim=-1).flatten()) for x in (found.float() - expected, expected))
+    return (errors / (sizes + sizes.mean())).quantile(0.9)
+
+
+def outer(x, y):
+    return x.unsqueeze(-1) * y.unsqueeze(-2)
+
+
+def read(key, memory):
+    return (key.unsqueeze(-2) @ memory).squeeze(-2)
+
+
+def memories(rule, k, v, gates, divided=False, state=None):
+    """Yield the memory W (B, H, Dk, Dv) and the normaliser z (B, H, Dk) after each token.
+
+    Schlag et al. 2021, Eqs. 17-29, Mao 2022, Eqs. 5 and 7, and the later rules; z forgets as the memory does.
+    k (B, H, L, Dk) mapped, v (B, H, L, Dv), gates (B, H, L) or (B, H, L, size). With N steps k
+    and v are (B, H, L, N, size).
+    divided: retrieved values are divided by z . k (Eq. 27). state: W and z before the first token.
+    """
+    w, z = state or (k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), k.new_zeros(*k.shape[:2], k.shape[-1]))
+    for t in range(k.shape[2]):
+        key, value = k[:, :, t], v[:, :, t]
+        gate = [x[:, :, t] if x.dim() == 4 else x[:, :, t, None] for x in gates]
+        if rule == "sum":
+            w, z = w + outer(key, value), z + key
+        elif rule == "gated":
+            w = gate[0].unsqueeze(-1) * w + (1 - gate[0]).unsqueeze(-1) * outer(key, value)
+            z = gate[0] * z + (1 - gate[0]) * key
+        elif rule == "decay":
+            w, z = outer(*gate) * w + outer(key, value), gate[0] * z + key
+        elif rule == "gla":
+            w, z = gate[0].unsqueeze(-1) * w + outer(key, value), gate[0] * z + key
+        elif rule in ("gated_delta", "kda"):
+            w, z = gate[0].unsqueeze(-1) * w, gate[0] * z + key
+            w = w + outer(key, gate[1] * (value - read(key, w)))
+        elif rule == "gdn2":
+            w, z = gate[0].unsqueeze(-1) * w, gate[0] * z + key
+            w = w + outer(key, gate[2] * value - read(gate[1] * key, w))
+        elif rule == "rwkv7":
+            removed = outer(gate[2] * gate[1], read(gate[1], w))
+            w = gate[0].unsqueeze(-1) * w - removed + outer(key, value)
+        elif rule == "delta_product":
+            for step, rate in enumerate(gate[0].unbind(-1)):
+                w = w + outer(key[:, :, step], rate[..., None] * (value[:, :, step] - read(key[:, :, step], w)))
+        elif rule in ("delta", "fwm"):
+            old, stored = read(key, w), (key * z).sum(-1, keepdim=True)
+            if divided:
+                old = torch.where(stored > 0, old / stored.clamp(min=1e-6), 0)
+            before, w, z = w, w + outer(key, gate[0] * (value - old)), z + key
+            if rule == "fwm":
+                norm = w.norm(dim=(-2, -1), keepdim=True).clamp(min=1)
+                w = torch.where(before.abs().sum((-2, -1), keepdim=True) > 0, w / norm, w)
+        else:
+            raise NotImplementedError(f"write the equation of {rule} here")
+        yield w, z
