@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import build_model
+from support.small_models import build_model
 
 from fairseq_fwp.decoding import State, StreamingDecoder, streaming
 from fairseq_fwp.fast_weight_layer.model import FwlDecoder, FwlXlDecoder

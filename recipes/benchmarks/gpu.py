@@ -53,8 +53,8 @@ FORMS = (*FIRST, *(form for form in inputs.FORMS if form not in (*FIRST, "fwm"))
 # Shapes (B, H, L, Dk, Dv), and the least ratio of fla's time to ours for delta.
 GOALS = {(96, 8, 256, 16, 16): 3, (56, 8, 384, 32, 32): 3, (8, 16, 4096, 64, 64): 2.5, (1, 16, 32768, 128, 128): 2}
 SHAPES = (*GOALS, (1, 16, 8192, 128, 128), (1, 32, 8192, 128, 128))
-# Numbers of tokens with which kernels have segments, and a loop ends in time: then out of all tokens is compared, not only
-# of the first 256.
+# Numbers of tokens with which kernels have segments, and a loop ends in time: then `out` of all tokens is compared, not
+# only of the first 256.
 LONG = range(2048, 8193)
 ROOT = HERE.parents[1]
 DEVICE, ROUNDS, RATE = "cuda", 3, 8192  # RATE: rows of the matrices copied and multiplied
@@ -102,8 +102,9 @@ def ours(form, dtype):
 
 
 def seconds_of(call):
-    of_cpu = Timer("call()", globals={"call": call})
-    return triton.testing.do_bench(call, warmup=5, rep=20, return_mode="median") / 1e3 if ON_GPU else of_cpu.timeit(1).median
+    if not ON_GPU:
+        return Timer("call()", globals={"call": call}).timeit(1).median
+    return triton.testing.do_bench(call, warmup=5, rep=20, return_mode="median") / 1e3
 
 
 class Session:
