@@ -6,7 +6,9 @@ import math
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +19,51 @@ from fairseq_fwp.patches.patch import patch
 
 # Number of tries, as in fairseq, and seconds between them: network file systems fail for moments.
 ATTEMPTS, PAUSE = 3, 2.5
+BFLOAT16_PRODUCTS = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them, the last one on Arm
 PLATEAU = "fairseq.optim.lr_scheduler.reduce_lr_on_plateau.ReduceLROnPlateauLRSchedule"
 FP16 = "fairseq.optim.fp16_optimizer._FP16OptimizerMixin"
 MEMORY_EFFICIENT = "fairseq.optim.fp16_optimizer._MemoryEfficientFP16OptimizerMixin"
 OVERFLOWS = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")  # of fairseq's scaler
 logger = logging.getLogger(__name__)
+
+
+@patch("fairseq.tasks.fairseq_task.FairseqTask.train_step")
+def autocast_on_a_cpu(train_step, self, sample, model, criterion, optimizer, *args, **kwargs):
+    """Compute the loss in bfloat16 with --amp --cpu, where torch's autocast does: fairseq's --amp needs CUDA.
+
+    Parameters, gradients and the optimizer stay in float32.
+    """
+
+    def loss_in_bfloat16(model, sample):
+        with torch.autocast("cpu", torch.bfloat16):
+            return criterion(model, sample)
+
+    from fairseq.optim.amp_optimizer import AMPOptimizer  # only after the patches, without which it may fail
+
+    if not isinstance(optimizer, AMPOptimizer) or next(model.parameters()).device.type != "cpu":
+        return train_step(self, sample, model, criterion, optimizer, *args, **kwargs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "CUDA is not available")  # fairseq asks for autocast on a GPU
+        return train_step(self, sample, model, loss_in_bfloat16, optimizer, *args, **kwargs)
+
+
+@patch("fairseq.trainer.Trainer._build_optimizer")
+def warn_of_slow_bfloat16(build, self):
+    """Warn of --bf16 and --amp on a CPU without bfloat16 products, where a training takes longer with them."""
+    common = self.cfg.common
+    flag = "--bf16" if common.bf16 else "--amp" if common.amp else None
+    if flag and not self.cuda and not has_bfloat16_products():
+        reason = "this processor has no bfloat16 products, as AVX512-BF16 and AMX are"
+        warnings.warn(f"{flag} makes a training slower here: {reason}. Leave it out.", stacklevel=2)
+    build(self)
+
+
+def has_bfloat16_products(described: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the processor multiplies matrices of bfloat16; True where Linux does not describe it."""
+    try:
+        return not BFLOAT16_PRODUCTS.isdisjoint(described.read_text(encoding="utf-8").split())
+    except OSError:
+        return True
 
 
 @patch("fairseq.models.ema.ema.EMA._step_internal")

@@ -7,12 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
+from fairseq.models import BaseFairseqModel
 from fairseq.optim import AMPOptimizer, FP16Optimizer
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.optim.sgd import SGD
+from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 from support.command_server import shared
 from support.small_text import write_text
+
+from fairseq_fwp import patches
+from fairseq_fwp.patches import training
 
 DECAY, START = 0.75, 2
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -84,6 +89,57 @@ def test_a_resumed_training_has_all_its_numbers(train, tmp_path, flags):
     ):
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     assert resumed["last_optimizer_state"].get("loss_scale") == whole["last_optimizer_state"].get("loss_scale")
+
+
+def test_amp_computes_in_bfloat16_on_a_cpu(train, tmp_path):
+    """A gradient is rounded, and close to float32's; weights and moments stay in float32."""
+
+    def gradients(*flags):
+        checkpoint = train(tmp_path / f"run{len(flags)}", 1, *flags)[0]
+        assert {x.dtype for x in checkpoint["model"].values() if x.is_floating_point()} == {torch.float32}
+        return [x["exp_avg"] for x in checkpoint["last_optimizer_state"]["state"].values()]
+
+    exact, rounded = gradients(), gradients("--amp")
+    errors = [((x - y).norm() / x.norm()).item() for x, y in zip(exact, rounded, strict=True) if x.norm() > 0]
+    assert len(errors) > 8 and 1e-4 < max(errors) < 0.05
+
+
+@pytest.mark.parametrize("amp", [True, False])
+def test_any_model_computes_in_bfloat16_with_amp(amp):
+    patches.apply()
+    model, dtypes = FairseqModel(), []
+    optimizer = AMPOptimizer.build_optimizer(half_precision(), list(model.parameters()))
+
+    def criterion(model, sample):
+        y = model.layer(sample)
+        dtypes.append(y.dtype)
+        return y.float().sum(), 1, {}
+
+    FairseqTask(None).train_step(torch.ones(2, 4), model, criterion, optimizer if amp else optimizer.fp32_optimizer, 0)
+    assert dtypes == [torch.bfloat16 if amp else torch.float32]
+    assert model.layer.weight.grad.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+
+
+class FairseqModel(BaseFairseqModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize("flag", ["--bf16", "--amp"])
+def test_slow_bfloat16_is_warned_of(monkeypatch, tmp_path, flag):
+    processor = tmp_path / "cpuinfo"
+    for flags, fast in (("fpu avx2 avx512f", False), ("fpu avx512_bf16", True), ("fp asimd bf16", True)):
+        processor.write_text(f"flags : {flags}\n")
+        assert training.has_bfloat16_products(processor) == fast
+    assert training.has_bfloat16_products(tmp_path / "none")
+    monkeypatch.setattr(training, "has_bfloat16_products", lambda: False)
+    common = SimpleNamespace(bf16=flag == "--bf16", amp=flag == "--amp")
+    trainer = SimpleNamespace(cfg=SimpleNamespace(common=common), cuda=False)
+    with pytest.warns(UserWarning, match=f"{flag} makes a training slower here: .* Leave it out"):
+        training.warn_of_slow_bfloat16(lambda trainer: None, trainer)
+    trainer.cuda = True
+    training.warn_of_slow_bfloat16(lambda trainer: None, trainer)
 
 
 def half_precision(**settings):
