@@ -27,6 +27,8 @@ TESTS = {
     "save_division refuse_other_division": "test_samples::test_an_epoch_goes_on_with_its_own_batches",
     "return_the_model": "test_samples::test_a_model_prepared_for_inference_is_evaluated",
     "keep_batches_of_first_epoch": "test_samples::test_the_rest_of_an_epoch_and_the_next",
+    "autocast_on_a_cpu": "test_training::test_amp_computes_in_bfloat16_on_a_cpu",
+    "warn_of_slow_bfloat16": "test_training::test_slow_bfloat16_is_warned_of",
     "average_each_tensor_once": "test_training::test_averages_of_a_training",
     "average_from_loaded_weights": "test_training::test_an_average_starts_from_the_weights_of_a_checkpoint",
     "smooth_over_possible_words": "test_training::test_labels_are_smoothed_over_possible_words",
