@@ -187,14 +187,10 @@ def provenance():
     )
 
 
-def publish(part, record, goals, *paragraphs, head="", panels=()):
-    """Write results/PART.csv, PART_goals.csv and the picture, and print the table: RESULTS.md has what it shows."""
+def publish(part, record, goals, *paragraphs, head=""):
+    """Write results/PART.csv and PART_goals.csv, and print the table: RESULTS.md has what it shows."""
     write_csv(RESULTS / f"{part}.csv", Record.HEADER, record.smallest())
     write_csv(RESULTS / f"{part}_goals.csv", GOAL_HEADER, goals)
-    if panels:
-        from pictures import draw
-
-        draw(RESULTS / f"{part}.png", record, goals, panels)
     met, missed, unmeasured = (sum(row[5] == word for row in goals) for word in ("yes", "**no**", MISSED))
     summary = f"{met} of {met + missed} goals met; {unmeasured} not measured.\n"
     print("\n".join([f"{head or record.notes()['provenance']}\n", summary, table(GOAL_HEADER, goals), *paragraphs]))

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 
-from record import HERE, Record, provenance, publish, say
+from pictures import draw
+from record import HERE, RESULTS, Record, provenance, publish, say
 from timing import KEEP
 
 ROOT = HERE.parents[1]
@@ -50,7 +51,9 @@ def measure(part):
         module.measure(record)
     except (RuntimeError, ValueError) as error:  # such as: no kernel could be built
         raise SystemExit(f"{part} cannot be measured: {error}") from error
-    publish(part, record, module.goals(record), panels=module.PANELS)
+    goals = module.goals(record)
+    draw(RESULTS / f"{part}.png", record, goals, module.PANELS)
+    publish(part, record, goals)
 
 
 def main(arguments):

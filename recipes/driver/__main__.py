@@ -14,14 +14,14 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from commands import RecipeError
 
-# Kind of recipe: its module, and the class there whose `main` runs it.
+# Kind of recipe: its module, and the function there that puts it together.
 KINDS = {
-    "language-model": ("language_models", "LanguageModels"),
-    "fast-weight-layer": ("fast_weight_layers", "FastWeightLayers"),
-    "conversion": ("conversion", "Conversion"),
-    "translation": ("translation", "Translation"),
-    "retrieval": ("retrieval", "Retrieval"),
-    "problems": ("problems", "Problems"),
+    "language-model": ("language_models", "compose"),
+    "fast-weight-layer": ("fast_weight_layers", "compose"),
+    "conversion": ("conversion", "compose"),
+    "translation": ("translation", "compose"),
+    "retrieval": ("grids", "retrieval"),
+    "problems": ("grids", "problems"),
 }
 
 
@@ -30,8 +30,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"usage: python recipes/driver {{{','.join(KINDS)}}} --recipe FOLDER ...")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        module, kind = KINDS[arguments[0]]
-        getattr(importlib.import_module(module), kind)(arguments[1:]).main()
+        module, compose = KINDS[arguments[0]]
+        getattr(importlib.import_module(module), compose)(arguments[1:]).run()
         sys.stdout.flush()  # here, where an error has its sentence
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more at its end

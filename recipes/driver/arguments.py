@@ -2,7 +2,11 @@
 
 import argparse
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from commands import RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +66,63 @@ class Parser(argparse.ArgumentParser):
         if self.own_data:
             lines += ["", "your own data:", *(f"  {line}" for line in self.own_data.splitlines())]
         return "\n".join(lines)
+
+
+class Request(NamedTuple):
+    """What is asked of a recipe. extra: flags for fairseq; test: a text of the user that is only evaluated."""
+
+    recipe: Path
+    stage: str
+    out: Path
+    extra: list[str]
+    seeds: Sequence[int | None]
+    test: Path | None
+
+    @property
+    def trains(self) -> bool:
+        return self.stage in ("train", "all")
+
+    @property
+    def evaluates(self) -> bool:
+        return self.stage in ("evaluate", "all")
+
+    @property
+    def evaluation_flags(self) -> list[str]:
+        """Flags of the command line for the evaluation: all in its own stage, otherwise only that of the device."""
+        return self.extra if self.stage == "evaluate" else [flag for flag in self.extra if flag == "--cpu"]
+
+
+# Recipes that train models.
+
+
+def add_flags_of_models(parser: argparse.ArgumentParser) -> None:
+    models = "names of files in conf/, without .yaml, or of folders there (default: see the stages)"
+    parser.add_argument("--models", nargs="+", metavar="NAME", help=models)
+    parser.add_argument("--conf", metavar="YAML", help="one model, by its file; instead of --models")
+    any_text = "with --data: accept another text than the recipe's"
+    parser.add_argument("--any-text", action="store_true", help=any_text)
+    parser.add_argument("--test", type=Path, metavar="FILE", help="with evaluate: score this raw text, see below")
+
+
+def add_flags_of_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=whole_number, metavar="N", help="train each model with the seeds 1 to N")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with the text, see below")
+
+
+def request_of(args: argparse.Namespace, out: Path | None = None) -> Request:
+    """Return what is asked; out: the folder of output unless --out gives one.
+
+    Raises RecipeError for flags of the text that do not go together.
+    """
+    if args.any_text and not args.data:
+        raise RecipeError("--data FOLDER must be given with --any-text, which accepts another text there.")
+    if args.test and args.stage != "evaluate":
+        raise RecipeError(f"--test needs the stage evaluate, got the stage {args.stage}.")
+    if args.data and not args.data.is_dir():
+        raise RecipeError(f"--data must be a folder, got {args.data}.")
+    seeds = range(1, args.seeds + 1) if args.seeds else [None]
+    out = args.out or out or ROOT / "runs" / args.recipe.name
+    return Request(args.recipe, args.stage, out, args.extra, seeds, args.test)
 
 
 def names(words: list[str] | None) -> list[str]:

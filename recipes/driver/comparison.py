@@ -5,14 +5,15 @@ vocabularies; perplexity per token cannot. A run counts as diverged if fairseq-t
 In a grid it also does if its last validation is not finite or worse than `FAR` times its best one.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from commands import run
+from data.prepare import count
 from flags import read_yaml
 from log import read_json, read_training
-from prepare import count
-from recipe import Model, runs
+from model import Model, runs
 from tables import Run, by_model, markdown, read_run, row_of, save, show
 
 HEADS = {"perplexity": "ppl", "loss_base_2": "bits"}
@@ -20,14 +21,34 @@ FAR = 1.5
 Row = dict[str, Any]  # of the CSV; None = missing
 
 
+class Comparison(NamedTuple):
+    """The tables of a recipe of language models: of several models on one text, and of each group of rows.
+
+    A group is a folder conf/GROUP with the rows of GROUP.yaml; its table has all of them, since others may have trained
+    some. measure: perplexity, or loss_base_2 for bits. text: folder of texts, for perplexities per word.
+    """
+
+    recipe: Path
+    out: Path
+    measure: str = "perplexity"
+    text: Path | None = None
+
+    def write(self, models: Sequence[Model]) -> None:
+        others = list(models)
+        for group, write_group in GROUPS.items():
+            rows, inside = self.recipe / f"{group}.yaml", f"{group}/"
+            if rows.exists() and any(model.name.startswith(inside) for model in others):
+                write_group(rows, self.out, self.out / group)
+                others = [model for model in others if not model.name.startswith(inside)]
+        if others:
+            write_compared(self.out, others, self.measure, self.text)
+
+
 # Several models on one text.
 
 
-def write(out: Path, models: list[Model], measure: str, text: Path | None) -> None:
-    """Write results.csv with a row for each run, and table.md with one for each model, the mean of its seeds.
-
-    measure: perplexity, or loss_base_2 for bits. text: folder of texts, for perplexities per word.
-    """
+def write_compared(out: Path, models: Sequence[Model], measure: str, text: Path | None) -> None:
+    """Write results.csv with a row for each run, and table.md with one for each model, the mean of its seeds."""
     finished = {}
     for model in models:
         found = read_run(model.folder)
@@ -170,3 +191,7 @@ def write_carried(table: Path, out: Path, folder: Path) -> None:
             trainings[asked["run"]] = f"- {asked['run']}" + (f" diverged: {run.diverged}" if run.diverged else size)
     if rows:
         save(folder, "carried", rows, [*markdown([*heads, "conf/carried/"], cells, left=3), "", *trainings.values()])
+
+
+# Group of models: the function that reports it.
+GROUPS = {"grid": write_grid, "carried": write_carried}

@@ -1,19 +1,24 @@
 """Recipes of conversion: a softmax model is converted to each row of rows.yaml, fine-tuned and measured."""
 
-import argparse
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import training
-from arguments import ROOT, names, whole_number
+import engine
+from arguments import ROOT, Parser, Request, names, request_of, whole_number
 from commands import CommandError, RecipeError, run, write
+from data.prepare import SPLITS, Data, cut, preprocess_text, remove
+from data.texts import TextData
+from engine import Training
 from evaluation import score
-from flags import read_flags, read_yaml, refusal
-from language_models import LanguageModels
+from flags import read_flags, read_yaml, shaped
+from language_models import OTHER_FLAGS, add_flags_of_text, data_of, source_flags
 from log import read_json
-from prepare import SPLITS, cut, preprocess_text, remove
-from recipe import STAGES, Model
+from model import Model
+from recipe import STAGES, Recipe
+from start import ModelStart
 from tables import markdown, mean, read_run, save, show
 
 # The model before conversion, and the same model after as much fine-tuning as the other rows.
@@ -21,152 +26,194 @@ SOURCE, SOFTMAX = "source", "softmax"
 Row = dict[str, Any]
 # The source model's kind for each corpus, as fwp-convert names it.
 FORMATS = {"peps": "fairseq-lm", "wikitext103": "fairseq-lm", "gpt2": "gpt2"}
+OWN_TEXT = """\
+--data FOLDER --out FOLDER trains on another text. The first folder contains
+train.txt, valid.txt and test.txt: raw text."""
 
 
-class Conversion(LanguageModels):
-    stages = STAGES | {"prepare": "prepare the text, and train (peps) or convert the source model"}
-    rest = "fairseq-train (fine-tuning), in the stage evaluate to fwp-eval-lm"
-    own_data = (
-        "--data FOLDER --out FOLDER trains on another text. The first folder contains\n"
-        "train.txt, valid.txt and test.txt: raw text."
+def compose(arguments: list[str]) -> Recipe:
+    parser = Parser(
+        STAGES | {"prepare": "prepare the text, and train (peps) or convert the source model"}, OTHER_FLAGS, OWN_TEXT
+    )
+    add_flags_of_text(parser)
+    parser.set_defaults(any_text=False, test=None)
+    parser.add_argument("--corpus", choices=FORMATS, default="peps", help="corpus and source model (default: peps)")
+    model = "source model: wikitext103: fairseq's checkpoint; gpt2: a folder; see above"
+    parser.add_argument("--model", type=Path, metavar="PATH", help=model)
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows in rows.yaml (default: all)")
+    updates = "peps: updates of the source model (default: 4000)"
+    parser.add_argument("--source-updates", type=whole_number, metavar="N", help=updates)
+    args = parser.parse(arguments)
+    request = request_of(args, ROOT / "runs" / args.recipe.name / args.corpus)
+    corpus = read_corpus(request.recipe / "rows.yaml", args.corpus)
+    rows = Rows(corpus, request.recipe / "conf" / args.corpus, request.out)
+    chosen = rows.chosen(names(args.rows), request.seeds)
+    if args.source_updates and args.corpus != "peps":
+        raise RecipeError(
+            "--source-updates must be left out without --corpus peps: other sources are not trained here."
+        )
+    if args.corpus == "peps" and args.model:
+        raise RecipeError("--model must be left out with --corpus peps, whose model is trained here.")
+    text = data_of(args, request)
+    source = Source(request.out, args.corpus, text, request.recipe, args.model, args.source_updates)
+    plugin = ["--user-dir", str(request.recipe / "mao_ablations")]
+    start = ModelStart(
+        rows.named, text.bin, source_flags(text), request.extra, plugin=plugin,
+        architecture=["--task", "language_modeling", "--arch", "fwp_lm"], sources={SOURCE: source.converted},
+    )  # fmt: skip
+    measures = Measures(corpus, source, start, request)
+    return Recipe(
+        request, chosen, source, start, [measures], RowsTable(corpus, request.out, measures), evaluator="fwp-eval-lm"
     )
 
-    def __init__(self, arguments: list[str]) -> None:
-        super().__init__(arguments)
-        if self.args.source_updates and self.args.corpus != "peps":
-            raise RecipeError(
-                "--source-updates must be left out without --corpus peps: other sources are not trained here."
-            )
-        if self.args.corpus == "peps" and self.args.model:
-            raise RecipeError("--model must be left out with --corpus peps, whose model is trained here.")
-        self.source = self.out / SOFTMAX / "converted"
-        self.plugin = ("--user-dir", str(self.recipe / "mao_ablations"))
 
-    def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        self.add_text_flags(parser)
-        parser.set_defaults(any_text=False, test=None, conf=None, models=None)
-        parser.add_argument("--corpus", choices=FORMATS, default="peps", help="corpus and source model (default: peps)")
-        model = "source model: wikitext103: fairseq's checkpoint; gpt2: a folder; see above"
-        parser.add_argument("--model", type=Path, metavar="PATH", help=model)
-        parser.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows in rows.yaml (default: all)")
-        updates = "peps: updates of the source model (default: 4000)"
-        parser.add_argument("--source-updates", type=whole_number, metavar="N", help=updates)
+# The rows.
 
-    @property
-    def default_out(self) -> Path:
-        return super().default_out / self.args.corpus
 
-    def read_models(self) -> list[Model]:
-        self.corpus: dict[str, Any] = {"start": SOURCE, "checkpoint": "best"}
-        self.corpus |= read_yaml(self.recipe / "rows.yaml", plain=False)[self.args.corpus]
-        self.corpus["rows"] = self.corpus["rows"] + self.corpus.get("stages", [])
-        self.rows = {row["run"]: row for row in self.corpus["rows"]}
-        rows, start = names(self.args.rows) or list(self.rows), self.corpus["start"]
-        for name in rows:
-            if name not in self.rows:
-                raise RecipeError(f"--rows must be among {', '.join(self.rows)}, got {name}.")
-        if start == SOFTMAX:  # the others start from it
-            rows = [SOFTMAX, *rows]
-        models = [self.named(name, None if name == start else seed) for name in rows for seed in self.seeds]
-        return list(dict.fromkeys(models))
+class Corpus(NamedTuple):
+    """A corpus of rows.yaml, which explains the fields."""
+
+    measures: list[str]
+    rows: list[Row]
+    source: dict[str, float]
+    start: str = SOURCE
+    checkpoint: str = "best"
+    tokens: int | None = None
+
+
+def read_corpus(path: Path, name: str) -> Corpus:
+    """Return a corpus, whose `stages` are rows that are not compared with a paper."""
+    with shaped(path, "recipes/decay_finetune/rows.yaml"):
+        fields = read_yaml(path, plain=False)[name]
+        stages = fields.pop("stages", [])
+        return Corpus(**fields | {"rows": fields["rows"] + stages})
+
+
+class Rows(NamedTuple):
+    """The trainings of the rows; conf: the folder of their YAML files."""
+
+    corpus: Corpus
+    conf: Path
+    out: Path
 
     def named(self, name: str, seed: int | None) -> Model:
         """Return the training of a row. Its own `conf` and `from` are for rows that learn in stages."""
-        row = self.rows.get(name, {})
-        conf = self.recipe / "conf" / self.args.corpus / f"{row.get('conf', 'finetune')}.yaml"
+        row = next((row for row in self.corpus.rows if row["run"] == name), {})
+        conf = self.conf / f"{row.get('conf', 'finetune')}.yaml"
         folder = self.out / name / ("" if seed is None else f"seed_{seed}")
-        origin = SOURCE if name == SOFTMAX else row.get("from", self.corpus["start"])
+        origin = SOURCE if name == SOFTMAX else row.get("from", self.corpus.start)
         return Model(name, conf, folder, seed, origin, row.get("target", ""))
 
-    def check_flags(self) -> None:
-        if self.stage == "evaluate":
-            if not (self.data.is_dir() and self.source.is_dir()):
-                raise RecipeError(f"{self.out} must have a source, got none: run the stage prepare first.")
-            super().check_flags()
-        flags = ["--task", "language_modeling", "--arch", "fwp_lm", *self.extra]
-        if self.stage in ("train", "all") and (reason := refusal([str(self.bin), *self.plugin, *flags])):
-            raise RecipeError(f"fairseq-train refuses the flags: {reason}.")
+    def chosen(self, names: list[str], seeds: Sequence[int | None]) -> list[Model]:
+        """Return the trainings of the rows of these names, by default of all, with that which the others start from."""
+        known, start = [row["run"] for row in self.corpus.rows], self.corpus.start
+        for name in names:
+            if name not in known:
+                raise RecipeError(f"--rows must be among {', '.join(dict.fromkeys(known))}, got {name}.")
+        rows = [*([SOFTMAX] if start == SOFTMAX else []), *(names or known)]
+        models = [self.named(name, None if name == start else seed) for name in rows for seed in seeds]
+        return list(dict.fromkeys(models))
 
-    # The source as a softmax model of this plugin, and the text in its words.
 
-    def prepare_once(self) -> None:
-        if self.args.corpus == "peps":
-            super().prepare_once()
-            flags = read_flags(self.recipe / "conf" / "peps" / "source.yaml")
-            if updates := self.args.source_updates:  # a tenth of them is warm-up, as in source.yaml
-                flags += ["--max-update", str(updates), "--warmup-updates", str(updates // 10)]
-            training.train(self.out / "source", self.bin, flags)
-            self.convert_source(self.out / "source" / "checkpoint_best.pt", "--vocabulary", self.bin / "dict.txt")
-        elif not self.args.model or not self.args.model.exists():
-            raise RecipeError(f"--model must be the source of --corpus {self.args.corpus}, got none: see --help.")
+# The source as a softmax model of this plugin, and the text in its words.
+
+
+@dataclass(frozen=True)
+class Source(Data):
+    """The text of a corpus, and its source model, which is trained (peps) or given, and converted.
+
+    model: its path, if it is given; updates: those of its training, by default those of source.yaml.
+    """
+
+    corpus: str
+    text: TextData
+    recipe: Path
+    model: Path | None
+    updates: int | None
+
+    @property
+    def converted(self) -> Path:
+        return self.out / SOFTMAX / "converted"
+
+    def prepare(self, before_training: bool) -> None:
+        if self.corpus == "peps":
+            self.text.prepare(before_training)
+            self.train()
+        elif not self.model or not self.model.exists():
+            raise RecipeError(f"--model must be the source of --corpus {self.corpus}, got none: see --help.")
         else:
-            self.convert_source(self.args.model)
-            super().prepare_once()
-
-    def convert_source(self, model: Path, *flags: object) -> None:
-        if not self.source.is_dir():
-            run("fwp-convert", "--source", FORMATS[self.args.corpus], model, *flags, "--out", self.source)
+            self.convert(self.model)
+            super().prepare(before_training)
 
     def settings(self) -> str:
-        own = f"{self.lines or 'all'} lines of valid and test"
-        return super().settings() if self.args.corpus == "peps" else own
+        return f"{self.text.lines or 'all'} lines of valid and test"
 
-    def prepare(self, work: Path) -> None:
-        if self.args.corpus == "peps":
-            super().prepare(work)
-            return
+    def train(self) -> None:
+        flags, folder = read_flags(self.recipe / "conf" / "peps" / "source.yaml"), self.out / SOURCE
+        if self.updates:  # a tenth of them is warm-up, as in source.yaml
+            flags += ["--max-update", str(self.updates), "--warmup-updates", str(self.updates // 10)]
+        engine.train(Training(SOURCE, folder, flags, self.bin))
+        self.convert(folder / "checkpoint_best.pt", "--vocabulary", self.bin / "dict.txt")
+
+    def convert(self, model: Path, *flags: object) -> None:
+        if not self.converted.is_dir():
+            run("fwp-convert", "--source", FORMATS[self.corpus], model, *flags, "--out", self.converted)
+
+    def write(self, work: Path) -> None:
+        """Write the text in the words of the source."""
         text, pieces = work / "text", work / "bpe"
         for folder in (text, pieces):
             folder.mkdir()
         for split in SPLITS:
             (text / f"{split}.txt").write_bytes(self.find(split).read_bytes())
-        if self.lines:
-            cut(text, self.lines)
+        if self.text.lines:
+            cut(text, self.text.lines)
         for name in (f"{split}.txt" for split in SPLITS):
-            if self.args.corpus == "gpt2":
-                from gpt2_bpe import encode  # imported here: --help must work without fairseq
+            if self.corpus == "gpt2":
+                from data.gpt2_bpe import encode  # imported here: --help must work without fairseq
 
-                print(f"{name.removesuffix('.txt')}: {encode(self.args.model, text / name, pieces / name):,} tokens")
+                print(f"{name.removesuffix('.txt')}: {encode(self.model, text / name, pieces / name):,} tokens")
             else:
                 (text / name).replace(pieces / name)
         remove(text)
-        preprocess_text(pieces, work / "bin", "--srcdict", self.source / "dict.txt")
+        preprocess_text(pieces, work / "bin", "--srcdict", self.converted / "dict.txt")
         remove(pieces / "train.txt")
 
     def find(self, split: str) -> Path:
-        folder = self.args.data or ROOT / "data" / "peps"
-        files = [folder / f"{split}.txt"] + [folder / f"wiki.{split}.tokens"] * (self.args.corpus == "wikitext103")
-        if found := next(filter(Path.is_file, files), None):
-            return found
+        folder = self.text.own_folder or ROOT / "data" / "peps"
+        files = [folder / f"{split}.txt"] + [folder / f"wiki.{split}.tokens"] * (self.corpus == "wikitext103")
+        if path := next(filter(Path.is_file, files), None):
+            return path
         raise RecipeError(f"{files[-1]} is missing: give --data FOLDER, see --help.")
 
-    # A row.
 
-    def train(self, model: Model) -> None:
-        super().train(model)
-        if not model.has("checkpoint_best.pt") and not model.has("diverged"):
-            write(model.folder / "diverged", "no validation perplexity was a number\n")
+# The measures of a row.
 
-    def conversion_flags(self) -> list[object]:
-        return [*self.plugin, *super().conversion_flags()]
 
-    def converted(self, model: Model) -> Path:
-        """Return the folder of the model that a row begins with; for softmax the source."""
-        return self.source if model.name == SOFTMAX else super().converted(model)
+class Measures(NamedTuple):
+    """The evaluation of a fine-tuned model by every measure of its corpus, and of the converted one by the first."""
 
-    def checkpoint(self, name: str, seed: int | None) -> Path:
-        return self.source / "checkpoint.pt" if name == SOURCE else super().checkpoint(name, seed)
+    corpus: Corpus
+    source: Source
+    start: ModelStart
+    request: Request
+
+    def check(self, models: Sequence[Model]) -> None:
+        """Raise RecipeError in the stage evaluate without a source."""
+        there = self.source.folder.is_dir() and self.source.converted.is_dir()
+        if self.request.stage == "evaluate" and not there:
+            raise RecipeError(f"{self.request.out} must have a source, got none: run the stage prepare first.")
 
     def evaluate(self, model: Model) -> None:
-        """Evaluate the fine-tuned model of a row by every measure, the converted one only by the first."""
-        self.measure_converted(model)
-        for measure in self.corpus["measures"]:
-            self.measure(model.folder / f"checkpoint_{self.corpus['checkpoint']}.pt", model.folder, measure)
+        self.evaluate_converted(model)
+        for measure in self.corpus.measures:
+            self.measure(model.folder / f"checkpoint_{self.corpus.checkpoint}.pt", model.folder, measure)
 
-    def measure_converted(self, model: Model) -> None:
-        folder = self.converted(model)
-        if folder.parent == model.folder:  # else an earlier stage has measured it
-            for measure in self.corpus["measures"] if model.name == SOFTMAX else self.corpus["measures"][:1]:
+    def evaluate_converted(self, model: Model) -> None:
+        """Evaluate the model that a row begins with, unless it is that of an earlier stage."""
+        folder = self.start.converted(model)
+        if folder and folder.parent == model.folder:
+            for measure in self.corpus.measures if model.name == SOFTMAX else self.corpus.measures[:1]:
                 self.measure(folder / "checkpoint.pt", folder, measure)
 
     def measure(self, checkpoint: Path, folder: Path, measure: str) -> None:
@@ -176,9 +223,9 @@ class Conversion(LanguageModels):
         if path.exists():
             return
         reading = ["--tokens-per-sample", self.tokens, "--context-window", context]
-        flags = [*self.plugin, *reading, *self.evaluation_flags]
+        flags = [*self.start.plugin, *reading, *self.request.evaluation_flags]
         try:
-            score(checkpoint, path, self.bin, split, self.words, flags)
+            score(checkpoint, path, self.source.bin, split, self.source.text.words, flags)
         except CommandError:  # a converted model may give probabilities of zero
             if folder.name != "converted":
                 raise
@@ -187,25 +234,33 @@ class Conversion(LanguageModels):
     @property
     def tokens(self) -> int:
         """The length of a sample: that of the corpus, or else of the source, which may have no more positions."""
-        if "tokens" in self.corpus:
-            return int(self.corpus["tokens"])
-        flags = (self.source / "flags.txt").read_text(encoding="utf-8").split()
+        if self.corpus.tokens is not None:
+            return self.corpus.tokens
+        flags = (self.source.converted / "flags.txt").read_text(encoding="utf-8").split()
         return int(flags[flags.index("--tokens-per-sample") + 1])
 
-    def report(self) -> None:
-        for model in self.models:
-            if model.has("diverged"):
-                self.measure_converted(model)
+
+class RowsTable(NamedTuple):
+    """The table of all rows of a corpus. Of a row that has diverged the converted model is measured."""
+
+    corpus: Corpus
+    out: Path
+    measures: Measures
+
+    def write(self, models: Sequence[Model]) -> None:
+        for model in models:
+            if model.outcome and model.outcome.diverged:
+                self.measures.evaluate_converted(model)
         rows = read_results(self.corpus, self.out)
         save(self.out, "results", rows, table(self.corpus, rows))
 
 
-def read_results(corpus: dict[str, Any], out: Path) -> list[Row]:
+def read_results(corpus: Corpus, out: Path) -> list[Row]:
     """Return the results of the source, then of each row that has any; None: not measured."""
-    found = [read_row(SOURCE, out / SOFTMAX / "converted", corpus["measures"])]
-    for name in (row["run"] for row in corpus["rows"]):
+    found = [read_row(SOURCE, out / SOFTMAX / "converted", corpus.measures)]
+    for name in (row["run"] for row in corpus.rows):
         folders = [out / name, *sorted((out / name).glob("seed_*"))]
-        found += [read_row(name, folder, corpus["measures"]) for folder in folders]
+        found += [read_row(name, folder, corpus.measures) for folder in folders]
     return [row for row in found if any(row[name] is not None for name in row.keys() - {"run", "seed"})]
 
 
@@ -227,15 +282,15 @@ def shown(value: float | str | None) -> str:
     return f"{value:.1e}" if isinstance(value, float) and value >= 1e5 else show(value, none="not run")
 
 
-def table(corpus: dict[str, Any], found: list[Row]) -> list[str]:
+def table(corpus: Corpus, results: list[Row]) -> list[str]:
     """Return the source, then a line for each row, with the shares of its source and of softmax that it recovers.
 
     A share is the source's perplexity / its own: Mao 2022, Sec. 4.1.4, has 99 % for 14.5 and 14.6.
     """
     seeds: dict[str, list[Row]] = {}
-    for row in found:
+    for row in results:
         seeds.setdefault(row["run"], []).append(row)
-    measures, first, rows = corpus["measures"], corpus["measures"][0], corpus["rows"]
+    measures, first, rows = corpus.measures, corpus.measures[0], corpus.rows
 
     def numbers(run: str, name: str) -> list[float]:
         return [row[name] for row in seeds.get(run, ()) if isinstance(row[name], int | float)]
@@ -249,11 +304,11 @@ def table(corpus: dict[str, Any], found: list[Row]) -> list[str]:
         both = isinstance(whole, int | float) and isinstance(part, int | float)
         return f"{whole / part:.1%}" if both else "-"
 
-    compared = {"of the source": value(corpus["start"], first)}
-    if corpus["start"] == SOURCE and any(row["run"] == SOFTMAX for row in rows):
+    compared = {"of the source": value(corpus.start, first)}
+    if corpus.start == SOURCE and any(row["run"] == SOFTMAX for row in rows):
         compared["of softmax, fine-tuned"] = value(SOFTMAX, first)
     # The paper's source, as a separate line or as the row that it fine-tuned.
-    paper_source = corpus["source"] or next((row["paper"] for row in rows if row["run"] == SOFTMAX), {})
+    paper_source = corpus.source or next((row["paper"] for row in rows if row["run"] == SOFTMAX), {})
     papers = list(dict.fromkeys(measure for row in rows for measure in row["paper"]))
 
     def line(name: str, run: str, paper: dict[str, Any], shares: list[str], share: str) -> list[str]:
@@ -268,8 +323,8 @@ def table(corpus: dict[str, Any], found: list[Row]) -> list[str]:
         state, updates = (show(value(run, head), 0) for head in ("state", "updates"))
         return [name, state, start, *ours, *shares, *theirs, share, updates]
 
-    before = "source" if corpus["start"] == SOURCE else "before fine-tuning"
-    lines = [line(before, SOURCE, corpus["source"], ["-"] * len(compared), "-")]
+    before = "source" if corpus.start == SOURCE else "before fine-tuning"
+    lines = [line(before, SOURCE, corpus.source, ["-"] * len(compared), "-")]
     for row in rows:
         shares = [recovered(source, value(row["run"], first)) for source in compared.values()]
         measure = next(iter(row["paper"]), None)

@@ -1,14 +1,17 @@
-"""The evaluation of a language model: labels, flags of fwp-eval-lm, and values, of which the best on valid counts."""
+"""The evaluation of language models by fwp-eval-lm: ways with labels, and values, of which the best on valid counts."""
 
 import fnmatch
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commands import RecipeError, check_same, run, whole, write
-from flags import read_yaml, shaped, without_silent
+from data.prepare import count
+from data.texts import TextData
+from flags import label, read_yaml, refusal, shaped, without_silent
 from log import read_json
-from prepare import count
+from model import Model
 
 # Flags for how the text is read: on the command line they replace the recipe's ways.
 READING = ("--stride", "--tokens-per-sample", "--context-window", "--carry-state", "--model-overrides")
@@ -31,6 +34,9 @@ class Way(NamedTuple):
         return self.flags.replace("@", value).split()
 
 
+Ways = Callable[[str], list[Way]]  # of the model of a name
+
+
 def read_ways(path: Path, name: str) -> list[Way]:
     """Return the ways of a model in a file of the recipe: those of the first pattern that matches its name.
 
@@ -42,7 +48,7 @@ def read_ways(path: Path, name: str) -> list[Way]:
     with shaped(path, "recipes/peps/evaluation.yaml"):
         for pattern, ways in read_yaml(path).items():
             if fnmatch.fnmatch(name, pattern):
-                return [read_way(path, label, asked) for label, asked in ways.items()]
+                return [read_way(path, name_of_way, fields) for name_of_way, fields in ways.items()]
     raise RecipeError(f"{path} has no pattern that fits {name}: add one, such as '*'.")
 
 
@@ -57,6 +63,47 @@ def read_way(path: Path, label: str, asked: Any) -> Way:
         must = "valid or test, and with values also valid"
         raise RecipeError(f"{path}: the splits of {label!r} must be {must}, got {' '.join(way.splits)}.")
     return way
+
+
+class Perplexity(NamedTuple):
+    """The evaluation of every model in the recipe's ways. Flags of the command line may replace how text is read.
+
+    ways: those of a model's name; path: the file that has them, for errors; test: a text of the user, with which only
+    the value that is the best on valid is used.
+    """
+
+    ways: Ways
+    path: Path
+    data: TextData
+    flags: Sequence[str] = ()
+    test: Path | None = None
+
+    def check(self, models: Sequence[Model]) -> None:
+        """Raise RecipeError if fwp-eval-lm refuses the flags of a way."""
+        for way in dict.fromkeys(way for model in models for way in self.ways(model.name)):
+            words = way.words(next(iter(way.values), ""))
+            if reason := refusal([str(self.data.bin), "--path", "checkpoint_best.pt", *words], "fwp-eval-lm"):
+                raise RecipeError(f"{self.path}: fwp-eval-lm refuses the flags of {way.label!r}: {reason}.")
+
+    def ways_of(self, model: Model) -> list[Way]:
+        """Return the recipe's ways, unless flags of the command line replace them; labels name these flags."""
+        own, ways = label(list(self.flags)), self.ways(model.name)
+        if replacing := [flag for flag in self.flags if flag.partition("=")[0] in READING]:
+            print(f"{replacing[0]} replaces the recipe's way of reading: {'; '.join(way.flags for way in ways)}")
+            ways = [Way("", "")]
+        return [way._replace(label=f"{way.label} {own}".strip()) for way in ways]
+
+    def evaluate(self, model: Model) -> None:
+        checkpoint = model.folder / "checkpoint_best.pt"
+        for way in self.ways_of(model):
+            if self.test:
+                name = f"own_{self.test.stem}"
+                folder = self.data.own_test(name, self.test, [self.test])
+                value = best(model.folder, way.label) if way.values else ""
+                path = result(model.folder, name, way.label, value)
+                score(checkpoint, path, folder / "bin", "test", folder, [*way.words(value), *self.flags])
+            else:
+                evaluate(model.folder, self.data.bin, self.data.words, way, list(self.flags))
 
 
 def result(folder: Path, *words: str) -> Path:

@@ -1,85 +1,125 @@
 """Recipes of fast weight layers: train each base, add a layer on top, and evaluate both."""
 
 import shutil
+from collections.abc import Sequence
 from itertools import islice, product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import evaluation
-import training
+import language_models
 from commands import RecipeError, run, whole
-from evaluation import Way
+from data.prepare import preprocess
+from evaluation import Perplexity, Ways
 from flags import read_yaml
-from language_models import LanguageModels
 from log import read_json
-from prepare import preprocess
-from recipe import STAGES, Model
+from model import Model, Models
+from recipe import STAGES, Recipe
+from start import ModelStart
 from tables import markdown, save, show
 
 SPEED_LINES = 400  # of the test text, for measurements of speed
 TITLES = {"local": "Local attention", "xl": "Transformer-XL"}
 
 
-class FastWeightLayers(LanguageModels):
-    stages = STAGES
+def compose(arguments: list[str]) -> Recipe:
+    recipe = language_models.compose(arguments, STAGES, bases_first)
+    request, data, start = recipe.request, recipe.data, recipe.start
+    (perplexity,) = recipe.evaluations
+    if data.lines:  # a trial
+        perplexity = perplexity._replace(ways=few_statistics(perplexity.ways))
+    speed = [] if request.test else [Speed(perplexity, data.lines or SPEED_LINES)]
+    start = LayerStart(start, Models(request.recipe, request.out))
+    table = LayerTable(request.recipe, request.out)
+    return recipe._replace(start=start, evaluations=[perplexity, *speed], table=table, sample=None)
 
-    def train(self, model: Model) -> None:
-        flags = [*model.flags, *self.extra]
-        if model.conf.stem != "base":
-            flags += ["--finetune-from-model", str(self.add_layer(model))]
-        training.train(model.folder, self.bin, flags)
+
+def bases_first(names: list[str]) -> list[str]:
+    """Return the names of models of the paper's two bases, the bases before what is added to them."""
+    of_paper = [name for name in names if not name.startswith("wt103/")]
+    return sorted(of_paper, key=lambda name: not name.endswith("/base"))
+
+
+def few_statistics(ways: Ways) -> Ways:
+    """Return the ways with statistics of RMS from fewer batches."""
+    return lambda name: [way._replace(flags=way.flags.replace("statistics 400", "statistics 4")) for way in ways(name)]
+
+
+class LayerStart(NamedTuple):
+    """The start of a model with a layer: its base with a new layer on top, which does not change the outputs yet."""
+
+    of_base: ModelStart
+    models: Models
+
+    def check(self, model: Model) -> None:
+        self.of_base.check(model)
+
+    def flags(self, model: Model) -> list[str]:
+        flags = self.of_base.flags(model)
+        return flags if model.conf.stem == "base" else [*flags, "--finetune-from-model", str(self.add_layer(model))]
 
     def add_layer(self, model: Model) -> Path:
-        """Return the base's model with a new layer on top, which does not change the outputs yet."""
-        base = self.model(model.conf.with_name("base.yaml"), model.seed).folder
-        start = base.parent / (base.name.replace("base", "start") + ".pt")
+        base = self.models.of_file(model.conf.with_name("base.yaml"), model.seed)
+        start = base.folder.parent / (base.folder.name.replace("base", "start") + ".pt")
         if not start.exists():
-            if not (base / "trained").exists():
-                raise RecipeError(f"{model.name} needs {base}, which is not trained: name it earlier in --models.")
-            run("fwp-add-layer", self.bin, "--path", base / "checkpoint_best.pt", "--out", start)
+            if base.outcome is None or base.outcome.diverged:
+                raise RecipeError(
+                    f"{model.name} needs {base.folder}, which is not trained: name it earlier in --models."
+                )
+            data, checkpoint = self.of_base.data, base.folder / "checkpoint_best.pt"
+            run("fwp-add-layer", data, "--path", checkpoint, "--out", start)
         return start
 
-    def expand(self, given: list[str]) -> list[str]:
-        found = [name for name in super().expand(given) if not name.startswith("wt103/")]
-        return sorted(found, key=lambda name: not name.endswith("/base"))
 
-    def ways(self, model: Model) -> list[Way]:
-        few = ("statistics 400", "statistics 4") if self.lines else ("", "")  # a trial
-        return [way._replace(flags=way.flags.replace(*few)) for way in super().ways(model)]
+class Speed(NamedTuple):
+    """The speed of each way of evaluation, on the first lines of the test text."""
+
+    perplexity: Perplexity
+    lines: int
+
+    def check(self, models: Sequence[Model]) -> None:
+        """Its flags are those of the perplexity."""
 
     def evaluate(self, model: Model) -> None:
-        """Evaluate, then measure the speed of each way on the first lines of the test text."""
-        super().evaluate(model)
-        for way in self.ways(model) if not self.args.test else ():
+        for way in self.perplexity.ways_of(model):
             value = evaluation.best(model.folder, way.label) if way.values else ""
-            path, flags = evaluation.result(model.folder, "speed", way.label), way.words(value)
-            checkpoint = model.folder / "checkpoint_best.pt"
-            evaluation.score(checkpoint, path, self.prepare_speed(), "test", None, [*flags, *self.evaluation_flags])
+            path = evaluation.result(model.folder, "speed", way.label)
+            checkpoint, flags = model.folder / "checkpoint_best.pt", [*way.words(value), *self.perplexity.flags]
+            evaluation.score(checkpoint, path, self.prepare(), "test", None, flags)
 
-    def prepare_speed(self) -> Path:
+    def prepare(self) -> Path:
         """Write the first lines of the test text; the statistics of RMS come from a training text next to it."""
-        folder = self.out / "speed"
+        data = self.perplexity.data
+        folder = data.out / "speed"
         if not folder.is_dir():
             with whole(folder) as work:
                 work.mkdir()
-                with (self.words / "test.txt").open(encoding="utf-8") as lines:
-                    kept = "".join(islice(lines, self.lines or SPEED_LINES))
-                (work / "text").write_text(kept, encoding="utf-8")
-                words = ("--srcdict", self.bin / "dict.txt", "--testpref", work / "text")
+                with (data.words / "test.txt").open(encoding="utf-8") as lines:
+                    first = "".join(islice(lines, self.lines))
+                (work / "text").write_text(first, encoding="utf-8")
+                words = ("--srcdict", data.bin / "dict.txt", "--testpref", work / "text")
                 preprocess(work / "bin", "--only-source", *words)
                 for ending in ("bin", "idx"):
-                    shutil.copy(self.bin / f"train.{ending}", work / "bin")
+                    shutil.copy(data.bin / f"train.{ending}", work / "bin")
         return folder / "bin"
 
-    def report(self) -> None:
+
+class LayerTable(NamedTuple):
+    """A table for each base, with the rows of rows.yaml."""
+
+    recipe: Path
+    out: Path
+
+    def write(self, models: Sequence[Model]) -> None:
         rows = read_rows(read_yaml(self.recipe / "rows.yaml", plain=False), self.out)
         save(self.out, "rows", rows, table(rows))
 
 
-def read_rows(asked: list[dict], out: Path) -> list[dict[str, object]]:
-    """Return the numbers of each row; empty: not run. All speeds are measured on the same text."""
-    found = []
-    for base, row in product(TITLES, asked):
-        name, label = row["run"], row["evaluated"]
+def read_rows(lines: list[dict[str, Any]], out: Path) -> list[dict[str, object]]:
+    """Return the numbers of each row of rows.yaml; empty: not run. All speeds are measured on the same text."""
+    rows = []
+    for base, line in product(TITLES, lines):
+        name, label = line["run"], line["evaluated"]
         if base == "local" and "carried" in (name, label):  # blocks that are read separately carry no state
             continue
         folder = out / base / name
@@ -87,11 +127,11 @@ def read_rows(asked: list[dict], out: Path) -> list[dict[str, object]]:
         value = evaluation.best(folder, label) if valid else ""
         test = evaluation.results(folder, "test", label).get(value, {})
         timed = read_json(folder / f"speed {label}.json")
-        cells = {"base": base, "row": row["row"], "conf": name, "step": value}
+        cells = {"base": base, "row": line["row"], "conf": name, "step": value}
         cells |= {"valid": valid.get(value, {}).get("perplexity", ""), "test": test.get("perplexity", "")}
         cells["tokens_per_second"] = timed["tokens"] / timed["seconds"] if timed else ""
-        found.append({**cells, "paper_valid": row.get("paper", {}).get(base, "")})
-    return found
+        rows.append({**cells, "paper_valid": line.get("paper", {}).get(base, "")})
+    return rows
 
 
 def table(rows: list[dict]) -> list[str]:

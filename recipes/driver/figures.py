@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import commands
-from grid import Training
+from engine import Training
 from log import read_training
 from tables import markdown, write_csv
 

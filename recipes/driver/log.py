@@ -51,12 +51,36 @@ class Log(NamedTuple):
 
     @property
     def divergence(self) -> str:
-        """The place where a non-finite gradient ended training, in words; empty if none did."""
-        if not self.not_finite:
-            return ""
-        finite = [(update, ppl) for update, ppl in self.curve() if math.isfinite(ppl)]
-        last = "last finite validation perplexity {1:.2f} at {0:,}".format(*finite[-1]) if finite else ""
-        return f"gradient not finite after update {self.updates:,}, {last or 'no validation yet'}"
+        """The reason why the training diverged, if it has ended, in words; empty if it did not."""
+        kind = "perplexity" if (curve := self.curve()) else "loss"
+        finite = [(update, value) for update, value in curve or self.curve("loss") if math.isfinite(value)]
+        if self.not_finite:
+            last = f"last finite validation {kind} {finite[-1][1]:.2f} at {finite[-1][0]:,}" if finite else ""
+            return f"gradient not finite after update {self.updates:,}, {last or 'no validation yet'}"
+        # fairseq has saved no best checkpoint then.
+        return "no validation perplexity was a number" if curve and all(math.isnan(ppl) for _, ppl in curve) else ""
+
+
+class Outcome(NamedTuple):
+    """How a training ended: the name of the file that says it, `trained` or `diverged`, and its words."""
+
+    mark: str
+    words: str
+
+    @property
+    def diverged(self) -> bool:
+        return self.mark == "diverged"
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """Return how a training ended; None if it has not.
+
+    The version before called every small training `finished`, and could mark a training as trained and diverged.
+    """
+    marks = (folder / name for name in ("diverged", "trained", "finished"))
+    if not (mark := next(filter(Path.exists, marks), None)):
+        return None
+    return Outcome("diverged" if mark.name == "diverged" else "trained", mark.read_text(encoding="utf-8").strip())
 
 
 def read_training(log: Path) -> Log:
@@ -88,15 +112,16 @@ def find_log(folder: Path) -> Log | None:
     return read_training(path) if reached else None
 
 
-def check_unchanged(mark: Path) -> None:
-    """Raise RecipeError unless train.log next to `mark` still has the summary that it got after the training."""
-    folder, told = mark.parent, mark.read_text(encoding="utf-8").strip()
-    found = find_log(folder)
-    has = found.summary if found else "no result"
-    if told != has:
+def check_unchanged(folder: Path) -> None:
+    """Raise RecipeError unless train.log still has the summary that it got after the training."""
+    outcome, log = read_outcome(folder), find_log(folder)
+    if outcome is None or not outcome.words:  # the version before wrote no summary
+        return
+    now = "no result" if log is None else log.divergence if outcome.diverged else log.summary
+    if outcome.words != now:
         raise RecipeError(
-            f"train.log in {folder} has changed since the training finished: the result was {told or 'not recorded'}, "
-            f"and now it is {has}; remove the folder to train it again."
+            f"train.log in {folder} has changed since the training finished: the result was {outcome.words}, and now "
+            f"it is {now or 'not diverged'}; remove the folder to train it again."
         )
 
 

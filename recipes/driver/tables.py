@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from arguments import ROOT
 from commands import whole, write
-from log import check_unchanged, read_json, read_training
+from log import check_unchanged, read_json, read_outcome, read_training
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], heads: Sequence[str] | None = None) -> None:
@@ -78,14 +78,13 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path) -> Run:
-    stopped, done = folder / "diverged", folder / "trained"
-    if not stopped.exists() and not done.exists():
+    outcome = read_outcome(folder)
+    if outcome is None:
         return Run(folder)
-    if not stopped.exists() and done.stat().st_size:  # the version before wrote no summary
-        check_unchanged(done)
-    found = read_training(folder / "train.log")
-    said = stopped.read_text(encoding="utf-8").strip() if stopped.exists() else ""
-    return Run(folder, found.parameters, found.updates, found.hours, said)
+    if not outcome.diverged:
+        check_unchanged(folder)
+    log = read_training(folder / "train.log")
+    return Run(folder, log.parameters, log.updates, log.hours, outcome.words if outcome.diverged else "")
 
 
 def row_of(model: Any, run: Run, scores: dict[str, Any]) -> dict[str, Any]:

@@ -1,22 +1,29 @@
-"""Recipes of translation: parallel text, models, and BLEU of valid, test and a test set of the user."""
+"""Recipes of translation: parallel text, models, and BLEU of valid, test and a test set of the user.
+
+There are three kinds of BLEU, which cannot be compared with each other. *sacreBLEU* is of detokenised text with
+sacrebleu's own tokens, with its signature (Post 2018). *tokenised* is of the recipe's tokens, as multi-bleu.perl
+counts. *compound-split* is the same after both sides are split at hyphens, as Vaswani et al. 2017 and Ott et al. 2018
+report WMT14 En-De.
+"""
 
 import argparse
 import json
-import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from arguments import ROOT, whole_number
+from arguments import ROOT, Parser, Request, add_flags_of_data, add_flags_of_models, request_of, whole_number
 from commands import RecipeError, run, whole, write
+from data.pairs import LANGUAGES, OF_LANGUAGES, PAIRS, TARGET, PairData, sides
+from data.prepare import find, remove
 from flags import label
-from pairs import LANGUAGES, PAIRS, copy, sides
-from prepare import SPLITS, apply_bpe, find, learn_bpe, preprocess, remove
-from recipe import Model, Recipe
+from model import Model, Models
+from recipe import STAGES, Recipe
+from start import ModelStart
 from tables import by_model, read_run, row_of, save
 
-SOURCE, TARGET = LANGUAGES
-OF_LANGUAGES = ("--source-lang", SOURCE, "--target-lang", TARGET)
 # Columns of the table, by head.
 SCORES = {
     "valid sacreBLEU": "valid_sacrebleu",
@@ -24,111 +31,79 @@ SCORES = {
     "test tokenised": "test_tokenised",
     "test compound-split": "test_compound_split",
 }
-
-
-class Translation(Recipe):
-    rest = "fairseq-train, in the stage evaluate to fairseq-generate"
-    own_data = """\
+HYPOTHESIS = re.compile(r"^H-(\d+)\t[^\t]*\t(.*)$", re.MULTILINE)
+# It may be missing: fairseq-generate logs it to standard error.
+SUMMARY = re.compile(r"Translated ([\d,]+) sentences \(([\d,]+) tokens\) in ([\d.]+)s")
+# As in the scripts of the literature, without look-around: of "a-b-c" they split only the first hyphen.
+COMPOUND = re.compile(r"(\S)-(\S)")
+OTHER_FLAGS = "fairseq-train, in the stage evaluate to fairseq-generate"
+OWN_TEXT = """\
 --data FOLDER --any-text --out FOLDER trains on another text. The first folder contains train, valid and test,
 each as .en and .de (or .gz): raw text.
 evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It prints the share of <unk> tokens."""
-    evaluator = "fairseq-generate"
 
-    def __init__(self, arguments: list[str]) -> None:
-        super().__init__(arguments)
-        self.text = PAIRS[self.args.pairs]
-        for path in (Path(f"{self.args.test}.{language}") for language in LANGUAGES if self.args.test):
-            if not find(path):
-                raise RecipeError(
-                    f"--test PREFIX needs the files PREFIX.en and PREFIX.de (or .gz), and {path} does not exist."
-                )
 
-    def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
-        super().add_text_flags(parser)
-        hidden = argparse.SUPPRESS
-        parser.add_argument("--pairs", choices=PAIRS, required=True, help=hidden)
-        parser.add_argument("--merges", type=int, required=True, help=hidden)
-        parser.add_argument("--words", default="", help=hidden)  # flags of fairseq-preprocess
-        parser.add_argument("--search", default="", help=hidden)  # flags of fairseq-generate
-        average = "evaluate the mean of the last N checkpoints, not the best checkpoint"
-        parser.add_argument("--average", type=whole_number, metavar="N", help=average)
-
-    # Data.
-
-    def settings(self) -> str:
-        if not self.args.data and self.data.is_dir():
-            return ""
-        kind = " any text;" if self.args.any_text else ""
-        return f"{self.args.merges} merges;{kind} {self.args.data.resolve() if self.args.data else 'downloaded'}"
-
-    def prepare(self, work: Path) -> None:
-        folder = self.args.data or self.out / "download"
-        for archive in self.text.archives if not self.args.data else ():
-            archive.fetch(folder)
-        self.text.write(folder, work, self.args.any_text)
-        if not (work / "bpe").is_dir():
-            self.cut_into_pieces(work)
-        prefixes = [word for split in SPLITS for word in (f"--{split}pref", work / "bpe" / split)]
-        words = ("--joined-dictionary", *prefixes, "--workers", os.cpu_count(), *self.args.words.split())
-        preprocess(work / "bin", *OF_LANGUAGES, *words)
-        for split in ("valid", "test"):  # scores are of words: undo BPE
-            text = (work / "bpe" / f"{split}.{TARGET}").read_text(encoding="utf-8")
-            write(work / "tok" / f"{split}.{TARGET}", re.sub(r"@@( |$)", "", text, flags=re.MULTILINE))
-        for folder in (work / "tok", work / "bpe"):
-            for language in LANGUAGES:
-                remove(folder / f"train.{language}")
-
-    def cut_into_pieces(self, work: Path) -> None:
-        """Split all texts into subwords: one vocabulary for both languages, learned only on the training text."""
-        both, codes = work / "both", work / "bpe" / "codes"
-        with both.open("wb") as file:
-            for language in LANGUAGES:
-                file.write((work / "tok" / f"train.{language}").read_bytes())
-        learn_bpe(both, self.args.merges, codes)
-        both.unlink()
-        for name in (f"{split}.{language}" for split in SPLITS for language in LANGUAGES):
-            apply_bpe(codes, work / "tok" / name, work / "bpe" / name)
-
-    def prepare_test(self, work: Path) -> None:
-        codes, test = self.data / "bpe" / "codes", self.args.test
-        if not codes.exists():
+def compose(arguments: list[str]) -> Recipe:
+    parser = Parser(STAGES, OTHER_FLAGS, OWN_TEXT)
+    add_flags_of_models(parser)
+    add_flags_of_data(parser)
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--pairs", choices=PAIRS, required=True, help=hidden)
+    parser.add_argument("--merges", type=int, required=True, help=hidden)
+    parser.add_argument("--words", default="", help=hidden)  # flags of fairseq-preprocess
+    parser.add_argument("--search", default="", help=hidden)  # flags of fairseq-generate
+    average = "evaluate the mean of the last N checkpoints, not the best checkpoint"
+    parser.add_argument("--average", type=whole_number, metavar="N", help=average)
+    args = parser.parse(arguments)
+    request = request_of(args)
+    models = Models(request.recipe, request.out)
+    chosen = models.chosen(args, request)
+    for path in (Path(f"{args.test}.{language}") for language in LANGUAGES if args.test):
+        if not find(path):
             raise RecipeError(
-                f"--test needs the BPE codes of the training, but {self.data} was made from text with BPE: prepare raw "
-                "text in another --out."
+                f"--test PREFIX needs the files PREFIX.en and PREFIX.de (or .gz), and {path} does not exist."
             )
-        copy(work / "tok" / "test", [test], tokenized=True)
-        copy(work / "text" / "test", [test])
-        for language in LANGUAGES:
-            apply_bpe(codes, work / "tok" / f"test.{language}", work / "bpe" / f"test.{language}")
-        words = ["--srcdict", self.bin / f"dict.{SOURCE}.txt", "--tgtdict", self.bin / f"dict.{TARGET}.txt"]
-        preprocess(work / "bin", *OF_LANGUAGES, *words, "--testpref", work / "bpe" / "test")
+    data = PairData(request.out, args.pairs, args.data, args.merges, args.words, args.any_text)
+    start = ModelStart(models.named, data.bin, ["--source", "fairseq-mt", "--vocabulary", data.bin], request.extra)
+    bleu = Bleu(data, request, args.search, args.average)
+    return Recipe(request, chosen, data, start, [bleu], BleuTable(request.out), evaluator="fairseq-generate")
 
-    # Models.
 
-    def conversion_flags(self) -> list[object]:
-        return ["--source", "fairseq-mt", "--vocabulary", self.bin]
+class Bleu(NamedTuple):
+    """The translation of valid and test, or of the user's test set, and its scores.
+
+    search: flags of fairseq-generate; average: the number of averaged checkpoints, None: the best checkpoint.
+    """
+
+    data: PairData
+    request: Request
+    search: str = ""
+    average: int | None = None
+
+    def check(self, models: Sequence[Model]) -> None:
+        """The recipe has checked the flags of the command line."""
 
     def evaluate(self, model: Model) -> None:
-        checkpoint, name = model.folder / "checkpoint_best.pt", label(self.evaluation_flags)
-        if count := self.args.average:
-            checkpoint = model.folder / f"average_{count}.pt"
+        checkpoint, name = model.folder / "checkpoint_best.pt", label(self.request.evaluation_flags)
+        if self.average:
+            checkpoint = model.folder / f"average_{self.average}.pt"
             if not checkpoint.exists():
-                write_mean(model.folder, count, checkpoint)
-            name = f"average of {count} {name}".strip()
-        if self.args.test:
-            own = f"own_{self.args.test.name}"
-            self.translate(model, own, self.own_test(own, sides(self.args.test)), "test", checkpoint, name)
+                write_mean(model.folder, self.average, checkpoint)
+            name = f"average of {self.average} {name}".strip()
+        if test := self.request.test:
+            own = f"own_{test.name}"
+            self.translate(model, own, self.data.own_test(own, test, sides(test)), "test", checkpoint, name)
             return
         for split in ("valid", "test"):
-            self.translate(model, split, self.data, split, checkpoint, name)
+            self.translate(model, split, self.data.folder, split, checkpoint, name)
 
-    def translate(self, model: Model, name: str, data: Path, split: str, checkpoint: Path, said: str) -> None:
-        """Translate and score a split into NAME[ SAID].json; scores of other flags (not the device's) are replaced."""
-        path = model.folder / f"{name} {said}".strip()
-        result, log, used = (path.with_name(path.name + ending) for ending in (".json", ".log", ".flags"))
-        search = [*self.args.search.split(), *self.evaluation_flags]
+    def translate(self, model: Model, name: str, data: Path, split: str, checkpoint: Path, used: str) -> None:
+        """Translate and score a split into NAME[ USED].json; scores of other flags (not the device's) are replaced."""
+        path = model.folder / f"{name} {used}".strip()
+        result, log, flags = (path.with_name(path.name + ending) for ending in (".json", ".log", ".flags"))
+        search = [*self.search.split(), *self.request.evaluation_flags]
         settings = shlex.join(flag for flag in search if flag != "--cpu")
-        if result.exists() and used.exists() and used.read_text(encoding="utf-8").strip() == settings:
+        if result.exists() and flags.exists() and flags.read_text(encoding="utf-8").strip() == settings:
             print(f"{model.label} is evaluated already: {result}")
             return
         remove(result)
@@ -137,20 +112,12 @@ evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It pri
             *OF_LANGUAGES, "--path", checkpoint, "--gen-subset", split, "--post-process", "subword_nmt",
             "--max-tokens", 4000, *search, log=log,
         )  # fmt: skip
-        import bleu  # imported here: --help must work without sacrebleu
-
         raw = data / "text" / f"{split}.{TARGET}"
-        scores = bleu.score(log, data / "tok" / f"{split}.{TARGET}", raw if raw.exists() else None, TARGET)
-        write(used, settings + "\n")
+        scores = score(log, data / "tok" / f"{split}.{TARGET}", raw if raw.exists() else None, TARGET)
+        write(flags, settings + "\n")
         write(result, json.dumps(scores, indent=1) + "\n")
         print(", ".join(f"{key} {x:.2f}" if isinstance(x, float) else f"{key} {x}" for key, x in scores.items()))
         print(f"The result is in {result}", flush=True)
-
-    # Report.
-
-    def report(self) -> None:
-        if rows := [row for model in self.models if (row := read_row(model))]:
-            save(self.out, "table", rows, table(rows))
 
 
 def write_mean(folder: Path, count: int, out: Path) -> None:
@@ -181,6 +148,76 @@ def write_mean(folder: Path, count: int, out: Path) -> None:
     with whole(out) as work:
         torch.save(checkpoint, work)
     print(f"{out} is the mean of {', '.join(path.name for path in paths)}")
+
+
+# Scores.
+
+
+def read_hypotheses(log: Path) -> list[str]:
+    """Return the best hypothesis of each sentence, in order. Raises RecipeError if one is missing or repeated."""
+    found: dict[int, str] = {}
+    for number, text in HYPOTHESIS.findall(log.read_text(encoding="utf-8")):
+        if int(number) in found:
+            raise RecipeError(f"{log} has several hypotheses of sentence {number}: generate with --nbest 1.")
+        found[int(number)] = text
+    if missing := set(range(max(found, default=-1))) - found.keys():
+        raise RecipeError(f"{log}: sentence {min(missing)} was not translated: evaluate again.")
+    return [found[number] for number in range(len(found))]
+
+
+def read_references(path: Path, count: int) -> list[str]:
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    if len(lines) != count:
+        raise RecipeError(f"{count:,} sentences were translated, but {path} has {len(lines):,}: evaluate again.")
+    return lines
+
+
+def split_compounds(line: str) -> str:
+    return COMPOUND.sub(r"\1 ##AT##-##AT## \2", line)
+
+
+def score(log: Path, tokenized: Path, raw: Path | None, language: str) -> dict[str, object]:
+    """Return the scores of one log of fairseq-generate, with the speed.
+
+    raw: the untokenised reference, if any. Raises RecipeError unless every sentence is there once.
+    """
+    from sacrebleu.metrics import BLEU  # imported here: --help must work without it
+    from sacremoses import MosesDetokenizer
+
+    hypotheses = read_hypotheses(log)
+    references = read_references(tokenized, len(hypotheses))
+    result: dict[str, object] = {"sentences": len(hypotheses)}
+    if summary := SUMMARY.search(log.read_text(encoding="utf-8")):
+        sentences, tokens, seconds = (number.replace(",", "") for number in summary.groups())
+        if int(sentences) != len(hypotheses):
+            raise RecipeError(
+                f"{log} has {len(hypotheses):,} hypotheses of {int(sentences):,} sentences: generate again."
+            )
+        result |= {"tokens": float(tokens), "seconds": float(seconds)}
+    # As multi-bleu.perl: tokens as they stand, no smoothing.
+    plain = BLEU(tokenize="none", smooth_method="none", force=True)
+    result["tokenised"] = plain.corpus_score(hypotheses, [references]).score
+    split = [[split_compounds(line) for line in side] for side in (hypotheses, references)]
+    result["compound_split"] = plain.corpus_score(split[0], split[1:]).score
+    if raw is not None:
+        detokenizer, metric = MosesDetokenizer(language), BLEU()
+        detokenized = [detokenizer.detokenize(line.split()) for line in hypotheses]
+        result["sacrebleu"] = metric.corpus_score(detokenized, [read_references(raw, len(hypotheses))]).score
+        result["signature"] = str(metric.get_signature())
+    return result
+
+
+# The table.
+
+
+class BleuTable(NamedTuple):
+    """A line for each model that is scored, the mean of its seeds."""
+
+    out: Path
+
+    def write(self, models: Sequence[Model]) -> None:
+        if rows := [row for model in models if (row := read_row(model))]:
+            save(self.out, "table", rows, table(rows))
 
 
 def read_row(model: Model) -> dict[str, object]:

@@ -163,7 +163,7 @@ def test_archives_of_recipes_unpack_nothing_outside_their_folder(tmp_path, kind)
     make_archive(path, victim, kind)
     checksum, name = hashlib.sha256(path.read_bytes()).hexdigest(), f"a.{kind}"
     archive = f"Archive({name!r}, {checksum!r}, ({path.as_uri()!r},), ('*.de-en.??',))"
-    program = f"from fetch import Archive, Path\n{archive}.fetch(Path({str(folder)!r}))"
+    program = f"from data.fetch import Archive, Path\n{archive}.fetch(Path({str(folder)!r}))"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT / "recipes" / "driver", capture_output=True, check=False)
     assert any(path.is_file() and path.name != name for path in folder.rglob("*"))
     assert not [path for path in tmp_path.rglob("*escaped*") if not path.is_relative_to(folder)]

@@ -12,9 +12,8 @@ import yaml
 from fairseq import options
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from flags import read_flags, read_yaml, value_of
-from problems import Problems
-from recipe import runs
-from retrieval import Retrieval
+from grids import problems, retrieval
+from model import runs
 
 from fairseq_fwp.cli import convert, eval_lm
 from fairseq_fwp.convert.linearize import INITIALISATIONS
@@ -189,7 +188,7 @@ def test_ablations_are_the_equations(ablations):
 # Grids.
 
 
-@pytest.mark.parametrize("kind, name", [(Retrieval, "associative_retrieval"), (Problems, "sequence_problems")])
+@pytest.mark.parametrize("kind, name", [(retrieval, "associative_retrieval"), (problems, "sequence_problems")])
 def test_trainings_of_grids_are_valid_commands(tmp_path, kind, name):
     """fairseq's parser accepts them, one for all seeds and sizes."""
     for conf in (RECIPES / name / "conf").glob("*.yaml"):
@@ -198,7 +197,7 @@ def test_trainings_of_grids_are_valid_commands(tmp_path, kind, name):
             models = {re.sub(r",(seed|num-keys)=\d+|_\d+$", "", one.name): one for one in kind(words).trainings}
             for model in models.values():
                 args = options.parse_args_and_arch(options.get_training_parser(), model.command[1:])
-                asked = {"problem": model.about["problem"]} if kind is Problems else model.about
+                asked = {"problem": model.about["problem"]} if kind is problems else model.about
                 for flag in {"arch", "num-keys", "problem"} & asked.keys():
                     assert str(getattr(args, flag.replace("-", "_"))) == asked[flag]
 

@@ -1,6 +1,7 @@
 """The core of the recipes' driver: commands, flags, logs, evaluations, tables."""
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -10,15 +11,15 @@ import time
 from pathlib import Path
 
 import commands
+import engine
 import evaluation
 import flags
 import log
 import made_up
-import prepare
 import pytest
 import tables
-import training
 from commands import RecipeError
+from data import prepare
 from support.pairwise import looped
 
 RECIPES = sorted(
@@ -218,7 +219,7 @@ def test_a_training_ends_once_as_trained_or_diverged(tmp_path, monkeypatch, caps
         return len((tmp_path / "runs").read_text().splitlines())
 
     def train(name, *more):
-        training.train(tmp_path / name, tmp_path, ["--lr", "1e-3", *more])
+        engine.train(engine.Training(name, tmp_path / name, ["--lr", "1e-3", *more], tmp_path))
 
     stand_in(tmp_path, monkeypatch, made_up.DIVERGED.replace("FloatingPointError", "RuntimeError"), 1)
     with pytest.raises(RecipeError, match="the training of delta failed: see"):
@@ -244,12 +245,25 @@ def test_a_training_ends_once_as_trained_or_diverged(tmp_path, monkeypatch, caps
             train(name, "--seed", "2")
 
 
+def test_a_training_whose_validations_are_no_numbers_has_diverged(tmp_path, monkeypatch, capsys):
+    """fairseq ends well then, and saves no best checkpoint."""
+    training = engine.Training("sum", tmp_path / "sum", [], tmp_path)
+    stand_in(tmp_path, monkeypatch, made_up.log((60, math.nan)), 1)
+    with pytest.raises(RecipeError, match="the training of sum failed"):  # it stopped for another reason
+        engine.train(training)
+    stand_in(tmp_path, monkeypatch, made_up.log((60, math.nan), (90, math.nan)))
+    engine.train(training)
+    assert "sum diverged: no validation perplexity was a number.\n" in capsys.readouterr().out
+    assert tables.read_run(tmp_path / "sum").diverged == "no validation perplexity was a number"
+
+
 def test_a_training_that_is_left_behind_goes_on_with_its_log(tmp_path, monkeypatch):
     stand_in(tmp_path, monkeypatch, "")
     wait = "touch begun; while [ ! -e go ]; do sleep 0.02; done"
     (tmp_path / "bin/fairseq-train").write_text(f"#!/bin/sh\necho first; {wait}; echo last; touch ended\n")
-    path = [str(Path(training.__file__).parent), str(made_up.ROOT)]
-    code = f"import sys; sys.path[:0] = {path}; import training; training.train(training.Path('sum'), '', [])"
+    path = [str(Path(engine.__file__).parent), str(made_up.ROOT)]
+    train = "from engine import *; train(Training('sum', Path('sum'), [], Path('data')))"
+    code = f"import sys; sys.path[:0] = {path}; {train}"
 
     def until(name):
         for _ in range(2000):
@@ -269,7 +283,7 @@ def test_a_training_that_is_left_behind_goes_on_with_its_log(tmp_path, monkeypat
 def test_launch_starts_several_processes(tmp_path, monkeypatch):
     stand_in(tmp_path, monkeypatch, made_up.log((60, 8.0)) + "| done training")
     monkeypatch.setenv("LAUNCH", "env TRIED=1")
-    training.train(tmp_path / "sum", tmp_path, [])
+    engine.train(engine.Training("sum", tmp_path / "sum", [], tmp_path))
     program = tmp_path / "bin" / "fairseq-train"
     assert (tmp_path / "sum" / "train.log").read_text().startswith(f"+ env TRIED=1 {program} ")
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from commands import RecipeError
-from fetch import Archive
+from data.fetch import Archive
 
 CONTENT = bytes(range(256)) * 40
 CHECKSUM = hashlib.sha256(CONTENT).hexdigest()

@@ -2,12 +2,11 @@
 
 import re
 
-import grid
+import engine
 import made_up
 import pytest
 from commands import RecipeError
-from problems import Problems
-from retrieval import Retrieval
+from grids import problems, retrieval
 from support import command_server
 from support.pairwise import looped
 
@@ -25,7 +24,7 @@ models: {sum: {lr: 1}, "delta, beta to 2": {lr: 2, negative-eigenvalues: True}}
 def read(tmp_path):
     """A function that returns the grid of a file with this text; of the file given several times."""
 
-    def read(text, kind=Retrieval, times=1, stage="train"):
+    def read(text, kind=retrieval, times=1, stage="train"):
         (tmp_path / "grid.yaml").write_text(text)
         confs = times * ["--conf", str(tmp_path / "grid.yaml")]
         return kind(["--recipe", str(FOLDER), "--", stage, *confs, "--out", str(tmp_path / "out")])
@@ -44,11 +43,11 @@ def test_lists_multiply(read):
     assert names[:3] == [f"sum_retrieval,seed={seed},num-keys={size}" for seed, size in [(1, 8), (1, 20), (2, 8)]]
     assert read(text, times=2).trainings == trainings  # a point of two grids is trained once
     with pytest.raises(RecipeError, match="out must have a finished training, got none: run the stage train first"):
-        read(text, stage="report").main()
+        read(text, stage="report").run()
 
 
 def test_runs_of_problems(read):
-    trainings = read(PROBLEMS, Problems).trainings
+    trainings = read(PROBLEMS, problems).trainings
     models = [f"parity/{model}_{seed}" for model in ("sum", "delta_beta_to_2") for seed in (1, 2)]
     assert [training.name for training in trainings] == models
     words = trainings[2].command
@@ -59,30 +58,30 @@ def test_runs_of_problems(read):
 @looped(
     "kind, text, said",
     [
-        (Retrieval, "", "must be a list of entries, as in conf/quick.yaml, got nothing"),
-        (Retrieval, "arch: sum_retrieval", "must be a list of entries, as in conf/quick.yaml, got a mapping"),
-        (Retrieval, ENTRY, "cannot be read as YAML: while parsing a flow mapping"),
-        (Retrieval, f"{ENTRY}}}\n- delta", "grid.yaml, entry 2: it must have flags and their values, got 'delta'"),
-        (Retrieval, "- {arch: a, lr: 3}", "entry 1: it must have num-keys, got only arch, lr"),
-        (Retrieval, "- {arch: a, num-keys: []}", "num-keys must be a value or a list of values, got []"),
-        (Retrieval, f"{ENTRY}, lr: {{a: 1}}}}", "lr must be a value or a list of values, got {'a': '1'}"),
-        (Retrieval, "- {arch: a, num-keys: [3, x]}", "num-keys must be a positive integer, got 'x'"),
-        (Retrieval, f"{ENTRY}, seed: [1, one]}}", "refuses its flags: argument --seed: invalid int value: 'one'"),
-        (Problems, PROBLEMS.replace("[1, 2]", ""), "must be like conf/quick.yaml, got TypeError"),
-        (Problems, PROBLEMS.replace("models: {sum", "models: {other"), "must be like conf/quick.yaml, got KeyError"),
-        (Problems, PROBLEMS.replace("chance: 50, ", ""), "must be like conf/quick.yaml, got KeyError"),
+        (retrieval, "", "must be a list of entries, as in conf/quick.yaml, got nothing"),
+        (retrieval, "arch: sum_retrieval", "must be a list of entries, as in conf/quick.yaml, got a mapping"),
+        (retrieval, ENTRY, "cannot be read as YAML: while parsing a flow mapping"),
+        (retrieval, f"{ENTRY}}}\n- delta", "grid.yaml, entry 2: it must have flags and their values, got 'delta'"),
+        (retrieval, "- {arch: a, lr: 3}", "entry 1: it must have num-keys, got only arch, lr"),
+        (retrieval, "- {arch: a, num-keys: []}", "num-keys must be a value or a list of values, got []"),
+        (retrieval, f"{ENTRY}, lr: {{a: 1}}}}", "lr must be a value or a list of values, got {'a': '1'}"),
+        (retrieval, "- {arch: a, num-keys: [3, x]}", "num-keys must be a positive integer, got 'x'"),
+        (retrieval, f"{ENTRY}, seed: [1, one]}}", "refuses its flags: argument --seed: invalid int value: 'one'"),
+        (problems, PROBLEMS.replace("[1, 2]", ""), "must be like conf/quick.yaml, got TypeError"),
+        (problems, PROBLEMS.replace("models: {sum", "models: {other"), "must be like conf/quick.yaml, got KeyError"),
+        (problems, PROBLEMS.replace("chance: 50, ", ""), "must be like conf/quick.yaml, got KeyError"),
     ],
 )
 def test_grids_without_a_meaning(read, tmp_path, kind, text, said):
     """Nothing is trained."""
     with pytest.raises(RecipeError, match=re.escape(said)):
-        read(text, kind).main()
+        read(text, kind).run()
     assert not list(tmp_path.rglob("train.log"))
 
 
 @pytest.fixture
 def training(tmp_path):
-    return grid.Training("a", tmp_path / "a", ["--lr", "1"], {})
+    return engine.Training("a", tmp_path / "a", ["--lr", "1"])
 
 
 def finished(training, text):
@@ -90,16 +89,31 @@ def finished(training, text):
     (training.folder / "train.log").write_text(text)
     (training.folder / "settings.txt").write_text("--lr 1\n")
     (training.folder / "checkpoint_last.pt").touch()
-    assert training.finish()
+    assert training.end(succeeded=True)
 
 
 def test_what_is_finished_keeps_its_log_alone(training):
-    assert not training.is_finished()
+    assert not engine.has_ended(training)
     finished(training, made_up.log((100, 0.4), (200, 0.1), (300, 0.25), name="loss"))
-    assert training.is_finished() and not (training.folder / "checkpoint_last.pt").exists()
-    assert (training.folder / "finished").read_text() == "best loss 0.1, 300 updates\n"
+    assert engine.has_ended(training) and not (training.folder / "checkpoint_last.pt").exists()
+    assert (training.folder / "trained").read_text() == "best loss 0.1, 300 updates\n"
     with pytest.raises(RecipeError, match="was made with other settings"):
-        training._replace(flags=["--lr", "2"]).is_finished()
+        engine.has_ended(training._replace(flags=["--lr", "2"]))
+
+
+def test_what_the_version_before_finished_is_not_trained_again(training):
+    finished(training, made_up.log((100, 0.4), name="loss"))
+    (training.folder / "trained").rename(training.folder / "finished")
+    assert engine.has_ended(training)
+    (training.folder / "train.log").write_text(made_up.log((200, 0.4), name="loss"))
+    with pytest.raises(RecipeError, match=r"100 updates, and now it is best loss .* 200 updates"):
+        engine.has_ended(training)
+
+
+def test_a_diverged_training_says_where(training):
+    finished(training, made_up.log((100, 0.4), name="loss", more="FloatingPointError: gradients are Nan/Inf\n"))
+    where = "gradient not finite after update 100, last finite validation loss 0.40 at 100\n"
+    assert (training.folder / "diverged").read_text() == where and engine.has_ended(training)
 
 
 def test_damaged_trainings_are_named(training):
@@ -112,10 +126,10 @@ def test_damaged_trainings_are_named(training):
         "best loss 0.3, 200 updates; remove",
     )
     with pytest.raises(RecipeError, match=f"{was} {now}"):
-        training.is_finished()
+        engine.has_ended(training)
     path.unlink()
     with pytest.raises(RecipeError, match=f"{was} no result; remove the folder to train it again"):
-        training.is_finished()
+        engine.has_ended(training)
 
 
 def test_trainings_run_once_and_failures_are_named(tmp_path):
@@ -131,5 +145,5 @@ def test_trainings_run_once_and_failures_are_named(tmp_path):
     assert "run.sh: failed, see train.log in their folders in" in first and first.count("run.sh: ") == 1, first
     assert "Traceback" not in first
     assert "1 to train (1 finished)" in again
-    (folder,) = (path.parent for path in (tmp_path / "out").rglob("finished"))
+    (folder,) = (path.parent for path in (tmp_path / "out").rglob("trained"))
     assert (folder / "train.log").read_text().count("+ fairseq-train") == 1

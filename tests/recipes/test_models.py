@@ -3,26 +3,26 @@
 import re
 from pathlib import Path
 
+import conversion
+import engine
 import evaluation
 import fast_weight_layers
+import language_models
 import made_up
 import pytest
-import recipe as recipes
-import training
+import start as starts
+import translation
 from commands import CommandError, RecipeError
-from conversion import Conversion
-from fast_weight_layers import FastWeightLayers
-from language_models import LanguageModels
-from translation import Translation
+from comparison import Comparison
 
 CONF = "arch: fwp_lm\ntask: language_modeling\n"
 MODELS = ("delta", "sum", "common", "grid/b", "grid/a", "local/base", "local/fwl", "xl/base", "xl/fwl", "wt103/xl")
 TEXT = "--text peps --merges 20"
 SETTINGS = {
-    LanguageModels: f"{TEXT} --models delta sum",
-    FastWeightLayers: f"{TEXT} --models local xl",
-    Conversion: TEXT,
-    Translation: "--pairs multi30k --merges 20 --models sum",
+    language_models: f"{TEXT} --models delta sum",
+    fast_weight_layers: f"{TEXT} --models local xl",
+    conversion: TEXT,
+    translation: "--pairs multi30k --merges 20 --models sum",
 }
 
 
@@ -44,58 +44,58 @@ def done(tmp_path, monkeypatch):
     """Trainings (folder, flags), which end at once, those of delta as diverged."""
     done = []
 
-    def train(folder, data, flags):
-        done.append((str(folder.relative_to(tmp_path / "out")), flags))
-        made_up.trained(folder, diverged="at 3" if "delta" in str(folder) else "")
+    def train(training):
+        done.append((str(training.folder.relative_to(tmp_path / "out")), training.flags))
+        made_up.trained(training.folder, diverged="at 3" if "delta" in str(training.folder) else "")
 
-    monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr(engine, "train", train)
     return done
 
 
 @pytest.fixture
 def start(recipe, done, tmp_path):
-    def start(*words, kind=LanguageModels, settings=None):
+    def start(*words, kind=language_models, settings=None):
         settings = SETTINGS[kind] if settings is None else settings
         given = ["--recipe", str(recipe), *settings.split(), "--", *map(str, words), "--out", str(tmp_path / "out")]
-        return kind(given)
+        return kind.compose(given)
 
     return start
 
 
 REFUSED = [
-    (LanguageModels, "tain", r"the stage must be one of prepare, .*, all, got tain\."),
-    (LanguageModels, "--save-dir=x", r"--save-dir is set by the recipe \(--out\): leave it out"),
-    (LanguageModels, "--models", "--models: expected at least one argument"),
-    (LanguageModels, "--lines 3 surplus", "flags must begin with --, got surplus"),
-    (LanguageModels, "--models nosuch", "--models must be among delta, grid/a, grid/b, local/base,.*, got nosuch"),
-    (LanguageModels, "--models common", "--models must be among delta, grid/a, grid/b, local/base,.*, got common"),
-    (LanguageModels, "--conf conf/nosuch.yaml", "--conf must be conf/NAME.yaml, got conf/nosuch.yaml; names: delta, "),
-    (LanguageModels, "--seeds 0", "--seeds: must be a whole number of at least 1, got '0'"),
-    (LanguageModels, "train --max-update x", "delta: fairseq-train refuses the flags: .*--max-update"),
-    (LanguageModels, "evaluate", "run the stage prepare first"),
-    (LanguageModels, "all --test none.txt", "--test needs the stage evaluate, got the stage all"),
+    (language_models, "tain", r"the stage must be one of prepare, .*, all, got tain\."),
+    (language_models, "--save-dir=x", r"--save-dir is set by the recipe \(--out\): leave it out"),
+    (language_models, "--models", "--models: expected at least one argument"),
+    (language_models, "--lines 3 surplus", "flags must begin with --, got surplus"),
+    (language_models, "--models nosuch", "--models must be among delta, grid/a, grid/b, local/base,.*, got nosuch"),
+    (language_models, "--models common", "--models must be among delta, grid/a, grid/b, local/base,.*, got common"),
+    (language_models, "--conf conf/nosuch.yaml", "--conf must be conf/NAME.yaml, got conf/nosuch.yaml; names: delta, "),
+    (language_models, "--seeds 0", "--seeds: must be a whole number of at least 1, got '0'"),
+    (language_models, "train --max-update x", "delta: fairseq-train refuses the flags: .*--max-update"),
+    (language_models, "evaluate", "run the stage prepare first"),
+    (language_models, "all --test none.txt", "--test needs the stage evaluate, got the stage all"),
     (
-        LanguageModels,
+        language_models,
         "evaluate --test none.txt",
         "--test must be the name of a text file, got none.txt, which",
     ),
-    (LanguageModels, "evaluate --test .", "--test must be the name of a text file, got ., a folder"),
-    (LanguageModels, "prepare --data /nonexistent", "--data must be a folder, got /nonexistent"),
-    (LanguageModels, "prepare --any-text", "--data FOLDER must be given with --any-text"),
-    (Conversion, "all --rows nosuch", "--rows must be among softmax, local_w32.*, got nosuch"),
-    (Conversion, "all --corpus gpt2 --source-updates 3", "--source-updates must be left out without --corpus peps"),
-    (Conversion, "all --model x", "--model must be left out with --corpus peps"),
-    (Conversion, "prepare --corpus gpt2", "--model must be the source of --corpus gpt2, got none: see --help"),
-    (Conversion, "evaluate", "out must have a source, got none: run the stage prepare first"),
-    (Translation, "evaluate --test /x/none", "files PREFIX.en and PREFIX.de .*, and /x/none.en does not exist"),
-    (Translation, "evaluate --max-update 4", "fairseq-generate refuses the flags: unrecognized arguments: --max-upd"),
+    (language_models, "evaluate --test .", "--test must be the name of a text file, got ., a folder"),
+    (language_models, "prepare --data /nonexistent", "--data must be a folder, got /nonexistent"),
+    (language_models, "prepare --any-text", "--data FOLDER must be given with --any-text"),
+    (conversion, "all --rows nosuch", "--rows must be among softmax, local_w32.*, got nosuch"),
+    (conversion, "all --corpus gpt2 --source-updates 3", "--source-updates must be left out without --corpus peps"),
+    (conversion, "all --model x", "--model must be left out with --corpus peps"),
+    (conversion, "prepare --corpus gpt2", "--model must be the source of --corpus gpt2, got none: see --help"),
+    (conversion, "evaluate", "out must have a source, got none: run the stage prepare first"),
+    (translation, "evaluate --test /x/none", "files PREFIX.en and PREFIX.de .*, and /x/none.en does not exist"),
+    (translation, "evaluate --max-update 4", "fairseq-generate refuses the flags: unrecognized arguments: --max-upd"),
 ]
 
 
 @pytest.mark.parametrize("kind, words, said", REFUSED)
 def test_wrong_arguments_are_one_line_and_nothing_is_written(start, tmp_path, capsys, kind, words, said):
     with pytest.raises((RecipeError, SystemExit)) as error:
-        start(*words.split(), kind=kind).main()
+        start(*words.split(), kind=kind).run()
     line = capsys.readouterr().err.splitlines()[-1] if error.type is SystemExit else str(error.value)
     assert re.search(said, line) and "\n" not in line
     assert not (tmp_path / "out").exists()
@@ -122,25 +122,25 @@ def test_models_are_names_folders_or_files(start, recipe, tmp_path):
 
 def test_what_a_user_gives_wins_and_the_rest_goes_on(start):
     made = start("eval", "--models", "sum", "grid/a", "--stride", "1", "--cpu")
-    assert made.stage == "evaluate" and [model.name for model in made.models] == ["sum", "grid/a"]
-    assert made.extra == ["--stride", "1", "--cpu"] and start().stage == "all"
+    assert made.request.stage == "evaluate" and [model.name for model in made.models] == ["sum", "grid/a"]
+    assert made.request.extra == ["--stride", "1", "--cpu"] and start().request.stage == "all"
 
 
 def test_seeds_are_models_of_their_own_and_what_diverged_is_not_evaluated(start, done, tmp_path, monkeypatch):
     evaluated = []
     monkeypatch.setattr(evaluation, "score", lambda checkpoint, path, *rest: evaluated.append(str(path)))
     (tmp_path / "out" / "data").mkdir(parents=True)
-    start("train", "--seeds", "2", "--lr", "1").main()
+    start("train", "--seeds", "2", "--lr", "1").run()
     assert done == [
         (f"{name}/seed_{seed}", ["--arch", "fwp_lm", "--task", "language_modeling", "--seed", str(seed), "--lr", "1"])
         for name in ("delta", "sum") for seed in (1, 2)
     ]  # fmt: skip
-    monkeypatch.setattr(LanguageModels, "report", lambda self: evaluated.append("report"))
-    start("evaluate", "--seeds", "2").main()
+    monkeypatch.setattr(Comparison, "write", lambda self, models: evaluated.append("report"))
+    start("evaluate", "--seeds", "2").run()
     names = [f"sum/seed_{seed}/{split}.json" for seed in (1, 2) for split in ("valid", "test")]
     assert evaluated == [*(str(tmp_path / "out" / name) for name in names), "report"]
     with pytest.raises(RecipeError, match="sum is not trained: run the stage train first"):
-        start("evaluate", "--models", "sum").main()
+        start("evaluate", "--models", "sum").run()
 
 
 def test_a_model_begins_with_another_one(start, done, recipe, tmp_path, monkeypatch):
@@ -159,12 +159,12 @@ def test_a_model_begins_with_another_one(start, done, recipe, tmp_path, monkeypa
         folder.mkdir(parents=True)
         (folder / "flags.txt").write_text("--arch fwp_lm --decoder-update-rule decay\n")
 
-    monkeypatch.setattr(recipes, "run", run)
-    monkeypatch.setattr(recipes, "refusal", lambda *_: None)  # the criterion has no --teacher
+    monkeypatch.setattr(starts, "run", run)
+    monkeypatch.setattr(starts, "refusal", lambda *_: None)  # the criterion has no --teacher
     with pytest.raises(RecipeError, match="sum must be trained first, because other models start from it"):
-        start("train", "--models", "first").main()
+        start("train", "--models", "first").run()
     made_up.trained(out / "sum")
-    start("train", "--models", "first second", "--seeds", "2").main()
+    start("train", "--models", "first second", "--seeds", "2").run()
     converted, best = out / "first/seed_2/converted", "checkpoint_best.pt"
     command = [
         "fwp-convert",
@@ -181,27 +181,35 @@ def test_a_model_begins_with_another_one(start, done, recipe, tmp_path, monkeypa
         assert flags[-4:] == ["--finetune-from-model", str(begun), "--teacher", str(out / "sum" / best)]
 
 
+def test_a_model_that_is_not_converted_begins_with_the_best_checkpoint(start, recipe, tmp_path):
+    (recipe / "conf" / "later.yaml").write_text(CONF + "from: sum\n")
+    made_up.trained(tmp_path / "out" / "sum")
+    (model,) = (made := start("--models", "later")).models
+    flags = ["--arch", "fwp_lm", "--task", "language_modeling", "--finetune-from-model"]
+    assert made.start.flags(model) == [*flags, str(tmp_path / "out/sum/checkpoint_best.pt")]
+
+
 def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(recipes, "run", lambda *words: Path(words[words.index("--out") + 1]).mkdir(parents=True))
+    monkeypatch.setattr(starts, "run", lambda *words: Path(words[words.index("--out") + 1]).mkdir(parents=True))
     conf, convert = recipe / "conf" / "first.yaml", "convert: --decoder-update-rule decay\n"
     conf.write_text(CONF + convert)
     with pytest.raises(RecipeError, match=r"first\.yaml must have a model to convert: add a line `from: NAME`"):
         start("--models", "first")
     conf.write_text(CONF + "from: summ\n")
     with pytest.raises(RecipeError, match=r"`from` and `teacher` must be among delta, .*, got summ"):
-        start("train", "--models", "first").check_flags()
+        start("train", "--models", "first").check()
     (recipe / "conf" / "shared.yaml").write_text("from: sum\n" + convert)
     conf.write_text(CONF + "include: shared.yaml\n")
     (model,) = start("--models", "first").models
     assert (model.origin, model.convert) == ("sum", "--decoder-update-rule decay")
     made_up.trained(tmp_path / "out" / "sum", diverged="at 3")
     with pytest.raises(RecipeError, match="sum must not have diverged, because other models start from it"):
-        start("--models", "first").converted(model)
+        start("--models", "first").start.converted(model)
     (tmp_path / "out" / "sum" / "diverged").unlink()
     made_up.trained(tmp_path / "out" / "sum")
-    assert start("--models", "first").converted(model).is_dir()
+    assert start("--models", "first").start.converted(model).is_dir()
     with pytest.raises(RecipeError, match=r"was made with other settings \(see .*conversion.txt\)"):
-        start("--models", "first").converted(model._replace(convert="--decoder-update-rule delta"))
+        start("--models", "first").start.converted(model._replace(convert="--decoder-update-rule delta"))
 
 
 # Texts.
@@ -210,25 +218,25 @@ def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
 def test_text_is_cut_into_pieces_once_and_for_one_source(start, text):
     given = ["prepare", "--data", text, "--lines", "10"]
     made = start(*given)
-    made.main()
-    assert (made.data / "bpe" / "test.txt").read_text().count("\n") == 10
-    assert (made.bin / "train.bin").exists() and (made.data / "bpe" / "codes").exists()
-    start(*given).main()
+    made.run()
+    assert (made.data.folder / "bpe" / "test.txt").read_text().count("\n") == 10
+    assert (made.data.bin / "train.bin").exists() and (made.data.folder / "bpe" / "codes").exists()
+    start(*given).run()
     for words in (given[:3], [*given[:4], "9"]):
         with pytest.raises(RecipeError, match="was made with other settings"):
-            start(*words).main()
+            start(*words).run()
     (text / "test.txt").write_text("other " + made_up.LINE * 30)
     with pytest.raises(RecipeError, match="was made with other settings"):
-        start(*given).main()
+        start(*given).run()
 
 
 def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(start, text, tmp_path, capsys):
-    start("prepare", "--data", text).main()
+    start("prepare", "--data", text).run()
     own, other = tmp_path / "mine.txt", tmp_path / "other" / "mine.txt"
     own.write_text("the  matrix reads \u2211\n")
 
     def prepare(path):
-        return start("evaluate", "--test", path).own_test("own_mine", [path])
+        return start("evaluate", "--test", path).data.own_test("own_mine", path, [path])
 
     for _ in range(2):  # the second is there already
         capsys.readouterr()
@@ -244,29 +252,30 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(start, t
             prepare(path)
     own.write_text("")
     with pytest.raises(RecipeError, match=r"--test must be a text of at least one line, got .*mine\.txt, which is"):
-        start("evaluate", "--test", own).own_test("own_empty", [own])
+        start("evaluate", "--test", own).data.own_test("own_empty", own, [own])
     assert not (tmp_path / "out/tests/own_empty").exists()
 
 
 def test_the_command_line_replaces_the_way_of_reading(start, recipe, capsys):
     (recipe / "evaluation.yaml").write_text("'*': {window: --strid 1, blocks: --context-window 0}\n")
     with pytest.raises(RecipeError, match=r"fwp-eval-lm refuses the flags of 'window': unrecognized .* --strid"):
-        start("train").check_flags()
+        start("train").check()
     (recipe / "evaluation.yaml").write_text("'*': {window: --stride 1, blocks: --context-window 0}\n")
     made = start("evaluate", "--dynamic", "sgd", "--cpu")
-    assert [way.label for way in made.ways(made.models[0])] == ["window dynamic sgd", "blocks dynamic sgd"]
-    assert made.evaluation_flags == ["--dynamic", "sgd", "--cpu"]
+    ways = made.evaluations[0].ways_of(made.models[0])
+    assert [way.label for way in ways] == ["window dynamic sgd", "blocks dynamic sgd"]
+    assert made.request.evaluation_flags == ["--dynamic", "sgd", "--cpu"]
     made = start("evaluate", "--stride=8")
-    assert made.ways(made.models[0]) == [evaluation.Way("stride=8", "")]
+    assert made.evaluations[0].ways_of(made.models[0]) == [evaluation.Way("stride=8", "")]
     assert "replaces the recipe's way of reading" in capsys.readouterr().out
-    assert start("all", "--lr", "1", "--cpu").evaluation_flags == ["--cpu"]
+    assert start("all", "--lr", "1", "--cpu").request.evaluation_flags == ["--cpu"]
 
 
 # Fast weight layers.
 
 
 def test_a_layer_is_put_on_its_base(start, done, monkeypatch, tmp_path):
-    made, ran = start("train", "--cpu", kind=FastWeightLayers), []
+    made, ran = start("train", "--cpu", kind=fast_weight_layers), []
     monkeypatch.setattr(fast_weight_layers, "run", lambda *words: ran.append([*map(str, words)]))
     assert [model.name for model in made.models] == ["local/base", "xl/base", "local/fwl", "xl/fwl"]
     with pytest.raises(RecipeError, match=r"local/fwl needs .*base, which is not trained"):
@@ -286,20 +295,21 @@ def test_a_sample_is_as_long_as_the_source_allows(start, tmp_path):
     folder = tmp_path / "out/softmax/converted"
     folder.mkdir(parents=True)
     (folder / "flags.txt").write_text("--arch fwp_lm --tokens-per-sample 128 --attention-bias\n")
-    found = [start("--corpus", corpus, kind=Conversion).tokens for corpus in ("peps", "wikitext103", "gpt2")]
+    recipes = [start("--corpus", corpus, kind=conversion) for corpus in ("peps", "wikitext103", "gpt2")]
+    found = [made.evaluations[0].tokens for made in recipes]
     assert found == [512, 512, 128]
 
 
-def test_a_row_whose_validation_is_no_number_has_diverged(start, done, recipe, tmp_path):
+def test_the_first_row_begins_with_the_source(start, done, recipe):
     (recipe / "conf" / "peps").mkdir()
     (recipe / "conf" / "peps" / "finetune.yaml").write_text("lr: 2\n")
-    made = start("--rows", "softmax", "--lr", "1", kind=Conversion)
-    made.source.mkdir(parents=True)
-    (made.source / "flags.txt").write_text("--arch fwp_lm\n")
+    made = start("--rows", "softmax", "--lr", "1", kind=conversion)
+    source, plugin = made.data.converted, ["--user-dir", str(recipe / "mao_ablations")]
+    source.mkdir(parents=True)
+    (source / "flags.txt").write_text("--arch fwp_lm\n")
     made.train(made.models[0])
-    assert (tmp_path / "out/softmax/diverged").read_text() == "no validation perplexity was a number\n"
-    begun = ["--finetune-from-model", str(made.source / "checkpoint.pt")]
-    assert done == [("softmax", ["--arch", "fwp_lm", "--lr", "2", *made.plugin, *begun, "--lr", "1"])]
+    begun = ["--finetune-from-model", str(source / "checkpoint.pt")]
+    assert done == [("softmax", ["--arch", "fwp_lm", "--lr", "2", *plugin, *begun, "--lr", "1"])]
 
 
 def test_what_is_just_converted_may_give_no_number(start, tmp_path, monkeypatch):
@@ -307,9 +317,9 @@ def test_what_is_just_converted_may_give_no_number(start, tmp_path, monkeypatch)
         raise CommandError("it failed.")
 
     monkeypatch.setattr(evaluation, "run", fail)
-    made, out = start("--corpus", "wikitext103", kind=Conversion), tmp_path / "out"
-    made.measure(tmp_path / "x.pt", out / "converted", "valid 0")
+    made, out = start("--corpus", "wikitext103", kind=conversion), tmp_path / "out"
+    made.evaluations[0].measure(tmp_path / "x.pt", out / "converted", "valid 0")
     assert (out / "converted" / "valid 0.json").read_text() == '{"perplexity": Infinity}\n'
     with pytest.raises(RecipeError, match="it failed"):
-        made.measure(tmp_path / "x.pt", out / "decay_m32", "valid 0")
+        made.evaluations[0].measure(tmp_path / "x.pt", out / "decay_m32", "valid 0")
     assert not (out / "decay_m32" / "valid 0.json").exists()

@@ -4,17 +4,16 @@ import csv
 import re
 
 import comparison
+import conversion
+import fast_weight_layers
 import figures
+import language_models
 import made_up
 import pytest
+import translation
 import yaml
-from conversion import Conversion
-from fast_weight_layers import FastWeightLayers
 from flags import read_yaml
-from language_models import LanguageModels
-from problems import Problems
-from retrieval import Retrieval
-from translation import Translation
+from grids import problems, retrieval
 
 from fairseq_fwp.cli.plot_style import load_pyplot
 from fairseq_fwp.synthetic.model import FwpAssociativeRetrievalConfig
@@ -138,7 +137,7 @@ def finish(grid, logs):
         training.folder.mkdir(parents=True)
         (training.folder / "train.log").write_text(log)
         (training.folder / "settings.txt").write_text(" ".join(training.flags))
-        assert training.finish()
+        assert training.end(succeeded=True)
 
 
 PROVENANCE = r"^`bash .*run.sh.*` at \w+, \d{4}-\d\d-\d\d, .*, torch .*\.$"
@@ -149,35 +148,36 @@ def test_every_report_is_the_stored_one(recipe, tmp_path, capsys):
     out, found = tmp_path / "out", []
 
     def report(kind, name, settings, *words, folder=recipe, logs=None):
-        made = kind(["--recipe", str(folder), *settings.split(), "--", "report", *words, "--out", str(out / name)])
+        words = ["--recipe", str(folder), *settings.split(), "--", "report", *words, "--out", str(out / name)]
+        made = kind(words)
         if logs:
             finish(made, logs)
         capsys.readouterr()
-        made.main()
+        made.run()
         said, count = re.subn(PROVENANCE, "", capsys.readouterr().out.replace(str(tmp_path), "TMP"), flags=re.M)
-        assert count or kind is Retrieval
-        found.extend([f"== {kind.__name__}", *filter(None, re.sub("The same is in .*", "", said).splitlines())])
+        assert count or kind is retrieval
+        found.extend([f"== {name}", *filter(None, re.sub("The same is in .*", "", said).splitlines())])
         for path in sorted((out / name).rglob("*.csv")):
-            if (kind, path.name) != (LanguageModels, "curves.csv"):  # which fwp-plot writes
+            if (kind, path.name) != (language_models.compose, "curves.csv"):  # which fwp-plot writes
                 found.extend([f"-- {path.name}", *path.read_text().splitlines()])
 
     make_runs(out / "runs")
     for words in (["--models", "delta", "sum", "--seeds", "2"], ["--models", "grid", "carried", "long"]):
-        report(LanguageModels, "runs", "--text peps --merges 9 --per-word", *words)
+        report(language_models.compose, "runs", "--text peps --merges 9 --per-word", *words)
     for corpus in ("peps", "gpt2"):
         make_conversions(out / corpus)
-        report(Conversion, corpus, "--text peps", "--corpus", corpus)
+        report(conversion.compose, corpus, "--text peps", "--corpus", corpus)
     make_layers(out / "fwl")
     (recipe / "layers/conf/xl").mkdir(parents=True)
     (recipe / "layers/conf/xl/base.yaml").write_text(CONF)
-    report(FastWeightLayers, "fwl", "--text peps --models xl", folder=recipe / "layers")
+    report(fast_weight_layers.compose, "fwl", "--text peps --models xl", folder=recipe / "layers")
     make_translations(out / "mt")
     settings = "--pairs multi30k --merges 9 --models sum dpfp softmax"
-    report(Translation, "mt", settings, "--seeds", "2", folder=made_up.RECIPES / "multi30k")
+    report(translation.compose, "mt", settings, "--seeds", "2", folder=made_up.RECIPES / "multi30k")
     logs = [made_up.log((10, 50.0), (20, accuracy), name="accuracy") for accuracy in (60.0, 70.0, 100.0)]
-    report(Problems, "problems", "", "--conf", str(recipe / "problems.yaml"), logs=logs)
+    report(problems, "problems", "", "--conf", str(recipe / "problems.yaml"), logs=logs)
     logs = [made_up.log((100, 0.5), (200, loss), name="loss", more="feature_dim=16\n") for loss in (0.3, 0.01, 0.02)]
-    report(Retrieval, "points", "", "--conf", str(recipe / "points.yaml"), folder=RETRIEVAL, logs=logs)
+    report(retrieval, "points", "", "--conf", str(recipe / "points.yaml"), folder=RETRIEVAL, logs=logs)
     pictures = [path for path in out.rglob("*.png") if path.read_bytes().startswith(b"\x89PNG")]
     assert sorted(path.name for path in pictures) == ["curves.png", "figure2.png"]
     assert found == (made_up.ROOT / "tests/recipes/reports.txt").read_text().splitlines()
@@ -262,6 +262,6 @@ def test_the_ledger_has_the_numbers_of_its_curves(tmp_path):
                 figures.Result(row["point"], point, curves.get(row["point"], []), 0, 1, bool(row["diverged"]))
             )
     confs = [word for name in ("quick", "slow", "capacity") for word in ("--conf", f"{RETRIEVAL}/conf/{name}.yaml")]
-    grid = Retrieval(["--recipe", str(RETRIEVAL), "--", "plan", *confs, "--out", str(tmp_path)])
+    grid = retrieval(["--recipe", str(RETRIEVAL), "--", "plan", *confs, "--out", str(tmp_path)])
     assert [result.name for result in results] == [training.name for training in grid.trainings]
     assert "\n\n" + "\n".join(figures.lines_of(results, PUBLISHED)) + "\n\n" in (RETRIEVAL / "RESULTS.md").read_text()

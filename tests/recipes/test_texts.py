@@ -7,15 +7,12 @@ import re
 import tarfile
 import zipfile
 
-import gpt2_bpe
-import peps
 import pytest
-import stdlib
-import texts
 from commands import RecipeError
-from fetch import Archive
+from data import gpt2_bpe, peps, stdlib, texts
+from data.fetch import Archive
+from data.prepare import SPLITS
 from made_up import LINE
-from prepare import SPLITS
 
 CODE = '''def read(self, size=-1):
     """Read up to size bytes."""

@@ -6,13 +6,12 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
-import bleu
 import made_up
-import pairs
 import pytest
 import torch
 import translation
 from commands import RecipeError
+from data import pairs
 from sacrebleu.metrics import BLEU
 from support.pairwise import looped
 
@@ -82,7 +81,7 @@ def test_scores_are_read_in_any_order(tmp_path):
     log = generated(tmp_path, [(1, HYPOTHESES[1]), (0, HYPOTHESES[0])])
     raw = ["Ein well-known Haus steht hier.", "die Erinnerung liest einmal & mehr."]
     (tmp_path / "raw.de").write_text("\n".join(raw) + "\n")
-    result = bleu.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
+    result = translation.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
     assert (result["sentences"], result["tokens"], result["seconds"]) == (2, 1234, 2.5)
     detokenized = ["ein well-known Haus steht dort.", "die Erinnerung liest einmal & mehr."]
     assert result["sacrebleu"] == BLEU().corpus_score(detokenized, [raw]).score
@@ -92,16 +91,16 @@ def test_scores_are_read_in_any_order(tmp_path):
         "compound_split": [(7 + 7) / (8 + 7), (5 + 6) / (7 + 6), (4 + 5) / (6 + 5), (3 + 4) / (5 + 4)],
     }.items():
         assert result[kind] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
-    assert "sacrebleu" not in bleu.score(log, tmp_path / "tok.de", None, "de")
+    assert "sacrebleu" not in translation.score(log, tmp_path / "tok.de", None, "de")
     # Only standard output: fairseq-generate logs its last line to standard error.
     log.write_text("".join(line for line in log.read_text().splitlines(True) if "Translated" not in line))
-    without = bleu.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
+    without = translation.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
     assert without == {name: value for name, value in result.items() if name not in ("tokens", "seconds")}
 
 
 def test_words_are_split_at_hyphens_as_the_literature_does():
     """Matches do not overlap: of two hyphens with one letter or nothing in between, only one is split."""
-    split = bleu.split_compounds
+    split = translation.split_compounds
     assert split("state-of-the-art") == " ##AT##-##AT## ".join(["state", "of", "the", "art"])
     assert split("a-b-c x--y - -d e-") == "a ##AT##-##AT## b-c x ##AT##-##AT## -y - -d e-"
 
@@ -117,7 +116,7 @@ def test_words_are_split_at_hyphens_as_the_literature_does():
 )
 def test_scores_of_other_sentences_are_refused(tmp_path, lines, sentences, message):
     with pytest.raises(RecipeError, match=message):
-        bleu.score(generated(tmp_path, lines, sentences), tmp_path / "tok.de", None, "de")
+        translation.score(generated(tmp_path, lines, sentences), tmp_path / "tok.de", None, "de")
 
 
 def test_the_mean_of_the_last_checkpoints(tmp_path):
@@ -166,7 +165,7 @@ def test_wmt14_from_raw_text(wmt14, tmp_path):
 def prepared(tmp_path, *words):
     arguments = ["--recipe", str(made_up.RECIPES / "multi30k"), "--pairs", "multi30k", "--merges", "30"]
     arguments += ["--models", "sum", "--search", "--beam 2", "--", *map(str, words), "--out", str(tmp_path / "out")]
-    return translation.Translation(arguments)
+    return translation.compose(arguments)
 
 
 def test_multi30k_is_prepared_once_and_a_test_set_of_ones_own_is_scored(tmp_path, monkeypatch, capsys):
@@ -174,12 +173,12 @@ def test_multi30k_is_prepared_once_and_a_test_set_of_ones_own_is_scored(tmp_path
     folder.mkdir()
     for name, count in (("train", 60), ("val", 9), ("test_2016_flickr", 8)):
         made_up.write_pairs(folder / name, count, packed=True)
-    prepared(tmp_path, "prepare", "--data", folder).main()
+    prepared(tmp_path, "prepare", "--data", folder).run()
     assert not (out / "data/tok/train.de").exists() and "@@" not in (out / "data/tok/test.de").read_text()
     assert (out / "data/text/test.de").read_text().count("\n") == 8
-    prepared(tmp_path, "prepare").main()
+    prepared(tmp_path, "prepare").run()
     with pytest.raises(RecipeError, match="was made with other settings"):
-        prepared(tmp_path, "prepare", "--data", tmp_path).main()
+        prepared(tmp_path, "prepare", "--data", tmp_path).run()
     made_up.write_pairs(tmp_path / "mine", 5)
     made = prepared(tmp_path, "evaluate", "--test", tmp_path / "mine", "--lenpen", "2", "--cpu")
     made_up.trained(made.models[0].folder)
@@ -195,7 +194,7 @@ def test_multi30k_is_prepared_once_and_a_test_set_of_ones_own_is_scored(tmp_path
     monkeypatch.setattr(translation, "run", generate)
     capsys.readouterr()
     for _ in range(2):  # the second finds it there
-        made.main()
+        made.run()
     assert len(ran) == 1 and ran[0][-5:] == ("--beam", "2", "--lenpen", "2", "--cpu")
     found, shown = (out / "sum" / "own_mine lenpen 2.json").read_text(), capsys.readouterr().out
     for language in BOTH:

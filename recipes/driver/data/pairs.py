@@ -2,17 +2,21 @@
 
 import contextlib
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing import Pool
 from pathlib import Path
 from typing import NamedTuple
 
 from commands import RecipeError, write
-from fetch import Archive
-from prepare import find, read_lines
 
-LANGUAGES = ("en", "de")
+from data.fetch import Archive
+from data.prepare import SPLITS, Data, apply_bpe, find, learn_bpe, preprocess, read_lines, remove
+
+LANGUAGES = SOURCE, TARGET = "en", "de"
+OF_LANGUAGES = ("--source-lang", SOURCE, "--target-lang", TARGET)
 LINES_A_PIECE = 2000
 
 
@@ -200,3 +204,66 @@ PAIRS = {
     "multi30k": Text(write_multi30k, tuple(multi30k_archive(*one) for one in MULTI30K)),
     "wmt14_en_de": Text(write_wmt14, WMT14_ARCHIVES),
 }
+
+
+@dataclass(frozen=True)
+class PairData(Data):
+    """The data of a recipe of translation.
+
+    name: that of its text; own_folder: that of --data, if any; merges: of BPE; words: flags of fairseq-preprocess;
+    any_text: accept another text than the recipe's.
+    """
+
+    name: str
+    own_folder: Path | None
+    merges: int
+    words: str
+    any_text: bool
+
+    def settings(self) -> str:
+        if not self.own_folder and self.folder.is_dir():
+            return ""
+        kind = " any text;" if self.any_text else ""
+        return f"{self.merges} merges;{kind} {self.own_folder.resolve() if self.own_folder else 'downloaded'}"
+
+    def write(self, work: Path) -> None:
+        text, source = PAIRS[self.name], self.own_folder or self.out / "download"
+        for archive in text.archives if not self.own_folder else ():
+            archive.fetch(source)
+        text.write(source, work, self.any_text)
+        if not (work / "bpe").is_dir():
+            self.cut_into_pieces(work)
+        prefixes = [word for split in SPLITS for word in (f"--{split}pref", work / "bpe" / split)]
+        words = ("--joined-dictionary", *prefixes, "--workers", os.cpu_count(), *self.words.split())
+        preprocess(work / "bin", *OF_LANGUAGES, *words)
+        for split in ("valid", "test"):  # scores are of words: undo BPE
+            pieces = (work / "bpe" / f"{split}.{TARGET}").read_text(encoding="utf-8")
+            write(work / "tok" / f"{split}.{TARGET}", re.sub(r"@@( |$)", "", pieces, flags=re.MULTILINE))
+        for folder in (work / "tok", work / "bpe"):
+            for language in LANGUAGES:
+                remove(folder / f"train.{language}")
+
+    def cut_into_pieces(self, work: Path) -> None:
+        """Split all texts into subwords: one vocabulary for both languages, learned only on the training text."""
+        both, codes = work / "both", work / "bpe" / "codes"
+        with both.open("wb") as file:
+            for language in LANGUAGES:
+                file.write((work / "tok" / f"train.{language}").read_bytes())
+        learn_bpe(both, self.merges, codes)
+        both.unlink()
+        for name in (f"{split}.{language}" for split in SPLITS for language in LANGUAGES):
+            apply_bpe(codes, work / "tok" / name, work / "bpe" / name)
+
+    def write_test(self, test: Path, work: Path) -> None:
+        codes = self.folder / "bpe" / "codes"
+        if not codes.exists():
+            raise RecipeError(
+                f"--test needs the BPE codes of the training, but {self.folder} was made from text with BPE: prepare "
+                "raw text in another --out."
+            )
+        copy(work / "tok" / "test", [test], tokenized=True)
+        copy(work / "text" / "test", [test])
+        for language in LANGUAGES:
+            apply_bpe(codes, work / "tok" / f"test.{language}", work / "bpe" / f"test.{language}")
+        words = ["--srcdict", self.bin / f"dict.{SOURCE}.txt", "--tgtdict", self.bin / f"dict.{TARGET}.txt"]
+        preprocess(work / "bin", *OF_LANGUAGES, *words, "--testpref", work / "bpe" / "test")

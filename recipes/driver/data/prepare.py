@@ -1,4 +1,4 @@
-"""Prepare text for fairseq: lines, subwords, fairseq-preprocess, and counts of the result."""
+"""Prepare text for fairseq, once: lines, subwords, fairseq-preprocess, and counts of the result."""
 
 import gzip
 import hashlib
@@ -6,13 +6,84 @@ import itertools
 import os
 import re
 import shutil
+import subprocess
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from commands import RecipeError, run
+from commands import RecipeError, check_same, lock, run, whole, write
 
 SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a recipe, in the folder `data` of its output `out`, which exists when they are complete."""
+
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "data"
+
+    @property
+    def bin(self) -> Path:
+        """The folder that fairseq-preprocess writes."""
+        return self.folder / "bin"
+
+    def settings(self) -> str:
+        """Return the source of the data in words; empty if existing data are always used."""
+        raise NotImplementedError
+
+    def write(self, work: Path) -> None:
+        """Write the data into a folder."""
+        raise NotImplementedError
+
+    def prepare(self, before_training: bool) -> None:
+        """Write the data, unless they are there. Raises RecipeError if they are those of other settings."""
+        settings = self.settings()
+        if self.folder.is_dir():
+            if settings:
+                check_same(self.folder / "source.txt", settings)
+            return
+        lock(self.out)
+        # Compile the kernels meanwhile: most of the preparation uses one core. If it fails, the training says why.
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        build = subprocess.Popen(["fwp-info", "--build"], **quiet) if before_training else None
+        make(self.folder, self.write, settings)
+        if build and build.poll() is None:
+            print("The kernels are being compiled, once for this machine.", flush=True)
+
+    def write_test(self, test: Path, work: Path) -> None:
+        """Write a text of the user, --test, into a folder, in the words of the data."""
+        raise NotImplementedError
+
+    def own_test(self, name: str, test: Path, files: list[Path]) -> Path:
+        """Return the folder of the text of --test, of these files; print its share of unknown tokens.
+
+        Raises RecipeError for an empty text, and if that of other files has the same name.
+        """
+
+        def write_text(work: Path) -> None:
+            self.write_test(test, work)
+            if ": 0 sents, " in (work / "preprocess.log").read_text(encoding="utf-8"):
+                raise RecipeError(f"--test must be a text of at least one line, got {test}, which is empty.")
+
+        folder, settings = self.out / "tests" / name, known_as(*files)
+        lock(folder.parent)
+        if not folder.is_dir():
+            make(folder, write_text, settings)
+        check_own(folder, settings, test)
+        return folder
+
+
+def make(folder: Path, prepare: Callable[[Path], None], settings: str) -> None:
+    """Make a folder of data, with its source."""
+    with whole(folder) as work:
+        work.mkdir()
+        prepare(work)
+        write(work / "source.txt", settings + "\n")
 
 
 def find(path: Path) -> Path | None:

@@ -2,15 +2,17 @@
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import peps
-import stdlib
+from arguments import ROOT
 from commands import RecipeError
-from fetch import Archive, sha256
-from prepare import SPLITS, find, read_lines, write_lines, write_splits
+
+from data import peps, prepare, stdlib
+from data.fetch import Archive, sha256
+from data.prepare import SPLITS, Data, find, read_lines, write_lines, write_splits
 
 FEWEST_WORDS = {"train": 1000, "valid": 100, "test": 100}
 
@@ -135,3 +137,84 @@ TEXTS = {
         copy=lambda file, out: copy_bytes(file.read_bytes(), out),
     ),
 }
+
+
+@dataclass(frozen=True)
+class TextData(Data):
+    """The data of a recipe of language models.
+
+    name: that of its text; own_folder: that of --data, if any; merges: of BPE, 0: whole words; lines: how many of
+    valid and test are used, None: all; any_text: accept another text than the recipe's.
+    """
+
+    name: str
+    own_folder: Path | None
+    merges: int
+    lines: int | None
+    any_text: bool
+
+    @property
+    def text(self) -> Text:
+        return TEXTS[self.name]
+
+    @property
+    def words(self) -> Path:
+        """The folder of the files that fairseq-preprocess has read."""
+        return self.folder / ("bpe" if self.merges else "text")
+
+    @property
+    def codes(self) -> Path:
+        return self.folder / "bpe" / "codes"
+
+    @property
+    def source(self) -> Path | None:
+        """The folder that the text is read from: the given one, or the one of its name in data/."""
+        here = ROOT / "data" / self.name
+        return self.own_folder.absolute() if self.own_folder else here if here.is_dir() else None
+
+    def settings(self) -> str:
+        source = self.source if self.merges else self.own_folder
+        if self.folder.is_dir() and not source and self.text.archives:
+            return ""
+        if not self.merges:
+            return f"any text of {self.own_folder.absolute()}" if self.own_folder and self.any_text else "the corpus"
+        if not source and self.text.archives:
+            return f"{self.merges} merges; downloaded"
+        lines = f"; {self.lines} lines of valid and test" if self.lines else ""
+        sum_of_files = f" {checksum(self.source)}" if self.source else ""
+        return f"{self.merges} merges; {self.source or 'own text'}{lines}{sum_of_files}"
+
+    def write(self, work: Path) -> None:
+        text = work / "text"
+        text.mkdir()
+        expected = self.write_text(text)
+        if self.lines:
+            prepare.cut(text, self.lines)
+        if self.merges:
+            prepare.learn_bpe(text / "train.txt", self.merges, work / "bpe" / "codes")
+            for split in SPLITS:
+                prepare.apply_bpe(work / "bpe" / "codes", text / f"{split}.txt", work / "bpe" / f"{split}.txt")
+            text = work / "bpe"
+        prepare.preprocess_text(text, work / "bin")
+        prepare.check_counts(work / "bin", expected)
+        if not self.merges:
+            prepare.remove(text / "train.txt")
+
+    def write_text(self, out: Path) -> dict[str, int]:
+        """Write SPLIT.txt; return the expected counts."""
+        if self.source:
+            return self.text.write(self.source, out, self.any_text)
+        for archive in self.text.archives:
+            archive.fetch(self.out / "download")
+        if self.text.make:
+            self.text.make(self.out / "download", out)
+            return {}
+        return self.text.write(self.out / "download", out, False)
+
+    def write_test(self, test: Path, work: Path) -> None:
+        self.text.copy(test, work / "test.txt")
+        if self.merges:
+            raw = (work / "test.txt").replace(work / "raw.txt")
+            prepare.apply_bpe(self.codes, raw, work / "test.txt")
+        words = ("--srcdict", self.bin / "dict.txt", "--testpref", work / "test.txt")
+        prepare.preprocess(work / "bin", "--only-source", *words)

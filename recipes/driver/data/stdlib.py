@@ -15,7 +15,7 @@ import re
 import sysconfig
 from pathlib import Path
 
-from prepare import SPLITS, split_of, write_splits
+from data.prepare import SPLITS, split_of, write_splits
 
 MAX_BYTES = 6_000_000  # about 1.5 million subwords; the quick start reads a third of them
 HELD_OUT = 5  # per cent of the files for valid, and as many for test

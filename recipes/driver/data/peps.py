@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from commands import RecipeError
-from prepare import SPLITS, split_of, write_splits
+
+from data.prepare import SPLITS, split_of, write_splits
 
 # SHA-256 of train.txt, valid.txt and test.txt of the commit that texts.py names.
 CHECKSUM = "f9a047bf643156c149eea2cbf99a572254b396149cff0359cc95cabbbea4c132"
