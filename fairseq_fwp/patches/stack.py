@@ -4,6 +4,7 @@ import argparse
 import codecs
 import importlib.util
 import os
+import sys
 from collections import defaultdict
 from typing import Any
 
@@ -44,6 +45,24 @@ def allow_checkpoint_types() -> None:
 def count_below_zero(best_fitting, largest):
     """Count ends of blocks with a sign: in a block of one token, fairseq's 1 - 2 becomes 65,535 in numpy 2."""
     return np.int64
+
+
+@patch("fairseq.utils.import_user_module")
+def import_once(import_user_module, args):
+    """Take every path of an imported plug-in for it: fairseq refuses a link to it, as `not globally unique`."""
+    folder = getattr(args, "user_dir", None)
+    if folder is None or not _is_imported(folder):
+        import_user_module(args)
+
+
+def _is_imported(folder: str) -> bool:
+    import fairseq
+
+    # fairseq looks in these places, in this order.
+    places = (os.path.join(base, folder) for base in ("", fairseq.__path__[0], os.path.dirname(fairseq.__path__[0])))
+    path = next(filter(os.path.exists, places), None)
+    module = sys.modules.get(os.path.basename(os.path.abspath(folder)))
+    return path is not None and any(os.path.samefile(path, known) for known in getattr(module, "__path__", ()))
 
 
 @patch("fairseq.distributed.utils.call_main")

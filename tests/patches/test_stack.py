@@ -5,11 +5,15 @@ import importlib
 import importlib.util
 import io
 import pickle
+import sys
 import warnings
+from pathlib import Path
 
+import fairseq
 import numpy as np
 import pytest
 import torch
+from fairseq import utils
 from fairseq.data import TokenBlockDataset
 from fairseq.data.huffman import HuffmanCodeBuilder
 from fairseq.data.legacy import BertDictionary, MaskedLMDictionary
@@ -17,6 +21,7 @@ from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf
 from support.pairwise import looped
 
+import fairseq_fwp
 from fairseq_fwp.patches.checkpoints import show_what_a_model_refuses
 from fairseq_fwp.patches.messages import silence_known_warnings
 
@@ -39,6 +44,26 @@ def test_the_set_up_leaves_no_broken_package():
     assert aligned.tolist() == [[[0.5, 0.25]]]
     if importlib.util.find_spec("torchaudio"):
         importlib.import_module("torchaudio")
+
+
+def test_a_plugin_is_the_same_by_any_path(tmp_path, monkeypatch):
+    """This package by a link, by its name next to fairseq, and another plug-in; a second of that name is refused."""
+    package = Path(fairseq_fwp.__file__).parent
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/fairseq_fwp").symlink_to(package)
+    (tmp_path / "a_plugin").mkdir()
+    (tmp_path / "a_plugin/__init__.py").touch()
+    (tmp_path / "links/a_plugin").symlink_to(tmp_path / "a_plugin")
+    (tmp_path / "other/a_plugin").mkdir(parents=True)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr(fairseq, "__path__", [str(tmp_path / "links/fairseq")])
+    monkeypatch.chdir(tmp_path)
+    for user_dir in ("links/fairseq_fwp", "fairseq_fwp", str(package), "a_plugin", "links/a_plugin/", None):
+        utils.import_user_module(argparse.Namespace(user_dir=user_dir))
+    assert sys.modules["a_plugin"].__path__ == [str(tmp_path / "a_plugin")]
+    with pytest.raises(ImportError, match="not globally unique"):
+        utils.import_user_module(argparse.Namespace(user_dir="other/a_plugin"))
+    del sys.modules["a_plugin"]
 
 
 def test_numpy_compat():

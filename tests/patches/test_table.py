@@ -16,6 +16,7 @@ TESTS = {
     "allow_checkpoint_types": "test_stack::test_checkpoint_types_load",
     "count_below_zero": "test_stack::test_blocks_of_one_token",
     "forget_tpu": "test_stack::test_bf16_is_not_taken_for_a_tpu",
+    "import_once": "test_stack::test_a_plugin_is_the_same_by_any_path",
     "join_processes_on_cpus": "test_launchers::test_processes_on_cpus_train_by_each_backend",
     "restore_rindex": "test_stack::test_huffman_codes",
     "load_masked_dictionary": "test_stack::test_dictionaries_of_masked_models",
