@@ -31,7 +31,7 @@ setup(
     install_requires=[
         # fairseq 0.12.2, the last release, does not import on Python 3.11 and later; this one imports on 3.10 too.
         "fairseq-fixed==0.12.3.1",
-        "torch>=2.4,<2.14",  # 2.13 is tested
+        "torch>=2.4",
         "numpy",
         "PyYAML",
         "sacrebleu",

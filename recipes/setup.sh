@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Makes everything run: `bash recipes/setup.sh [plots] [dev] ...`. Once it is done, another run takes a moment.
 # It uses the virtual (or conda) environment that is active, else .venv, which it makes in the checkout; a PyTorch
-# that is there already stays. TORCH_SPEC='torch==2.12.0' chooses another PyTorch than the tested one.
+# that is there already stays. TORCH_SPEC='torch==2.12.0' chooses another PyTorch than the tested ones.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-tested_torch=2.13.0
+tested_torch=(2.15.0 2.14.1 2.13.0) # the newest first
 
 say() { echo "setup: $*" >&2; }
 die() { say "$*"; exit 1; }
@@ -48,10 +48,10 @@ check_python() {
   local base=$python version
   ! needs_venv || base=python3
   version=$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
-    die "$base does not run: install Python 3.10 to 3.13, or activate an environment that has one."
+    die "$base does not run: install Python 3.10 or later, or activate an environment that has one."
   case $version in
-    3.1[0-3]) ;;
-    *) die "$base is Python $version, but 3.10 to 3.13 is needed: activate a virtual environment of such a Python." ;;
+    3.[1-9][0-9]) ;;
+    *) die "$base is Python $version, but 3.10 or later is needed: activate a virtual environment of such a Python." ;;
   esac
   [ "$base" = "$python" ] || "$base" -c 'import ensurepip, venv' 2>/dev/null ||
     die "Python's venv module is missing: install it (on Debian and Ubuntu: apt install python$version-venv)."
@@ -89,8 +89,8 @@ check_machine() {
   command -v "${CXX:-g++}" >/dev/null ||
     die "the C++ compiler ${CXX:-g++} is missing: install it (on Debian and Ubuntu: apt install g++)."
   if has_torch; then
-    "$python" -I -c 'import torch; raise SystemExit(not (2, 4) <= torch.__version__ < (2, 14))' ||
-      die "the PyTorch in $env must be one of 2.4 to 2.13: install another, or activate another environment."
+    "$python" -I -c 'import torch; raise SystemExit(torch.__version__ < (2, 4))' ||
+      die "the PyTorch in $env must be 2.4 or later: install another, or activate another environment."
     check_room "$folder" 1
   else
     check_room "$folder" 3
@@ -124,15 +124,16 @@ pip_install() { # pip_install WHAT PIP'S ARGUMENTS...
 }
 
 install_torch() {
-  local spec=${TORCH_SPEC:-}
+  local spec=${TORCH_SPEC:-} version
   ! has_torch || return 0
   if [ -z "$spec" ] && ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia ]; then
     say "installing PyTorch, the CPU build"
-    ! try_pip "torch==$tested_torch+cpu" numpy || return 0
+    for version in "${tested_torch[@]}"; do ! try_pip "torch==$version+cpu" numpy || return 0; done
     say "pip is offered no CPU build; the ordinary one brings several GB of CUDA packages on Linux"
   fi
   check_room "$env" 12
-  pip_install PyTorch "${spec:-torch==$tested_torch}" numpy
+  # Not every index, and not every Python, has the newest.
+  pip_install PyTorch "${spec:-torch>=2.4,<=${tested_torch[0]}}" numpy
 }
 
 # `--user-dir fairseq_fwp` in any folder: fairseq looks for the name next to its own folder, where an editable package is not.

@@ -24,6 +24,7 @@ from fairseq_fwp.modules.update_rules import UPDATE_RULES, find_rule
 from fairseq_fwp.options import Settings
 
 PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
+TESTED_TORCH = (2, 15)  # the newest; docs/fairseq_on_current_python.md has the table
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,6 +97,9 @@ def versions() -> list[str]:
             lines.append(f"{name:14} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
+    if (version := tuple(map(int, torch.__version__.split(".")[:2]))) > TESTED_TORCH:
+        tested = ".".join(map(str, TESTED_TORCH))
+        lines.append(f"torch {'.'.join(map(str, version))} is newer than {tested}, the newest that was tested")
     return lines
 
 

@@ -17,6 +17,7 @@ KNOWN_WARNINGS = (
     (r"\s*The strict flag in the compose API is deprecated", UserWarning),
     (r"\s*The version_base parameter is not specified", UserWarning),
     (r"`torch\.cuda\.amp\.(custom_fwd|custom_bwd|autocast|GradScaler)\(.*\)` is deprecated", FutureWarning),
+    (r"`torch\.jit\.script` is deprecated", FutureWarning),
     (r"'pin_memory' argument is set as true but no accelerator is found", UserWarning),
 )
 

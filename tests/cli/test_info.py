@@ -26,6 +26,15 @@ def test_the_report_names_everything(capsys):
     assert {*PRESETS_OF_MODELS, *(arch for _, arch in ARCHS)} <= {*found["architectures"]}
 
 
+def test_a_newer_torch_than_the_tested_one_is_named(monkeypatch):
+    lines = []
+    for version in ("2.9.1", "2.15.1+cu130", "2.16.0a0+git1", "3.0.0"):
+        monkeypatch.setattr(info.torch, "__version__", version)
+        lines.append(info.versions()[-1])
+    assert not [line for line in lines[:2] if "tested" in line]
+    assert lines[2] == "torch 2.16 is newer than 2.15, the newest that was tested" and "torch 3.0 " in lines[3]
+
+
 @looped("name, arch", [pair for pair in ARCHS if pair[0] != "fwp_transformer"])
 def test_a_hydra_configuration_holds_the_preset(capsys, name, arch):
     info.main(["--hydra", arch])

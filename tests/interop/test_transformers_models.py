@@ -12,7 +12,7 @@ from support.pairwise import looped
 
 from fairseq_fwp.interop import transformers as interop
 
-transformers = pytest.importorskip("transformers", minversion="5.24")
+transformers = pytest.importorskip("transformers", minversion="5.16")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
 
 # fmt: off
