@@ -6,11 +6,11 @@ builds wait forever.) A library appears complete under its final name, or not at
 """
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -92,6 +92,8 @@ def _load_or_build(folder: Path, device_type: str) -> None:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[bool]:
     """Hold the lock of a library's folder; yield False where it has none, as in some file systems."""
+    import fcntl  # Windows has no such module
+
     with contextlib.ExitStack() as stack:
         try:
             fcntl.flock(stack.enter_context(open(folder / "lock", "w")), fcntl.LOCK_EX)
@@ -136,10 +138,12 @@ def _load(path: Path) -> bool:
 def _folders(device_type: str) -> Iterator[Path]:
     """Yield the folders of the library: the cache, then a temporary folder if the cache cannot be written.
 
-    Raises BuildError for a device without kernels.
+    Raises BuildError for a device or a system without kernels.
     """
     if device_type not in DEVICES:
         raise BuildError(f"this version has no kernels for {device_type}", "use the CPU")
+    if sys.platform == "win32":
+        raise BuildError("this version has no kernels for Windows", "use Linux, which may be in WSL")
     name = f"fwp_{device_type}_{build_key(device_type)}"
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     root = os.environ.get("FWP_CACHE_DIR") or os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "fairseq_fwp"

@@ -293,6 +293,15 @@ for names, erases, rule, given in (
 """
 
 
+def test_windows_has_the_reference_and_one_warning():
+    """Python has no fcntl and no os.getuid there."""
+    windows = "import os, torch, torch._dynamo\nsys.modules['fcntl'] = None\ndel os.getuid\n"
+    imports, use = USE.split("q = ")
+    done = run_isolated(f"{windows}{imports}sys.platform = 'win32'\nq = {use}")
+    assert done.stdout == "False\n"
+    assert done.stderr.count("as slow loops in Python: this version has no kernels for Windows; use Linux") == 1
+
+
 @pytest.mark.slow
 def test_the_loop_in_python_is_the_operator_without_a_compiler(tmp_path):
     """Gradients, checks of the operator and compilation work even without a compiler."""
