@@ -57,6 +57,8 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "soundfile",  # fairseq reads audio with it
+            "nbclient",  # runs recipes/notebook
+            "ipykernel",
             "packaging",
             "transformers>=5.20",  # whose models fairseq_fwp.interop serves
             "ruff",

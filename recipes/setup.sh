@@ -156,6 +156,9 @@ install() {
   pip_install "the build tools" "$@" setuptools wheel cython numpy ninja
   install_fairseq "$@"
   pip_install fairseq_fwp "$@" --no-build-isolation --editable "$root${extras:+[$extras]}"
+  # fairseq asks for hydra-core 1.3.2, which does not run on Python 3.14.
+  "$python" -c 'import sys; raise SystemExit(sys.version_info >= (3, 14))' ||
+    pip_install hydra-core "$@" --no-deps "hydra-core>=1.3.8"
   # fairseq asks for torchaudio of any version and runs without: pip may bring one that cannot be loaded.
   if ! "$python" -I -c 'import torchaudio' 2>/dev/null; then
     say "removing torchaudio, which this PyTorch cannot load"

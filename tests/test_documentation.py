@@ -79,9 +79,12 @@ def expanded(pattern):
     return {"".join(choice) for choice in itertools.product(*choices)}
 
 
-def test_the_front_page_is_one_page_and_names_every_rule_map_and_architecture():
+def test_the_front_page_is_one_page():
     assert len(README.splitlines()) <= 130
-    rows = re.findall(r"^\| (`.*?) \|", README, re.MULTILINE)
+
+
+def test_the_page_of_language_models_names_every_rule_map_and_architecture():
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "language_models.md").read_text(encoding="utf-8"), re.MULTILINE)
     values = [value for row in rows for value in re.findall(r"`([^`]*)`", row)]
     named = {name for value in values for name in expanded(value.removeprefix("--arch "))}
     words = set(" ".join(values).split())
@@ -137,7 +140,7 @@ def unknown_flags(program, words):
     return [word for word in rest if word.startswith("--")]
 
 
-@looped("page", sorted(DOCS.glob("*.md")))
+@looped("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))])
 def test_commands_and_their_flags_exist(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for block in blocks(page.read_text(encoding="utf-8"), "bash"):
@@ -168,12 +171,17 @@ def test_the_lines_of_python_print_what_they_say():
 
 
 @pytest.mark.slow
-def test_the_quick_start(tmp_path):
-    """In a folder with the package, as in the checkout."""
+def test_the_ways_to_start(tmp_path):
+    """Each command of the front page, on a small text in the place of the quick start's, and for fewer steps."""
+    data = tmp_path / "runs/quickstart/data/bin"
+    data.parent.mkdir(parents=True)
+    write_text(data)
     (tmp_path / "fairseq_fwp").symlink_to(ROOT / "fairseq_fwp")
-    (script,) = (block for block in blocks(README, "bash") if block.startswith("python - <<"))
-    said = shell(script.replace("--max-update 400", "--max-update 20"), tmp_path)
-    assert "num_updates 20" in said and "Perplexity" in said and "\nD-0\t" in said
+    library, training, models = blocks(README, "bash")[-3:]
+    assert "delta_rule(q, k, v, beta, state=None" in shell(library, tmp_path)
+    assert "num_updates 20" in shell(training.replace("--max-update 100", "--max-update 20"), tmp_path)
+    assert models == "bash recipes/transformers/run.sh\n"
+    shell(f"python '{ROOT}/recipes/transformers/qwen.py' --steps 2 --threads 1", tmp_path)
 
 
 @pytest.fixture(scope="module")

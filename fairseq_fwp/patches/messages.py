@@ -18,6 +18,7 @@ KNOWN_WARNINGS = (
     (r"\s*The version_base parameter is not specified", UserWarning),
     (r"`torch\.cuda\.amp\.(custom_fwd|custom_bwd|autocast|GradScaler)\(.*\)` is deprecated", FutureWarning),
     (r"`torch\.jit\.script` is deprecated", FutureWarning),
+    (r"invalid escape sequence '\\d'|\"\\d\" is an invalid escape sequence", SyntaxWarning),
     (r"'pin_memory' argument is set as true but no accelerator is found", UserWarning),
 )
 
