@@ -4,7 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-ONNX = ["onnx>=1.23", "onnxruntime>=1.32", "onnxscript>=0.7"]
+# onnxruntime runs the operator LinearAttention from 1.32 on, which Python 3.10 does not have.
+ONNX = [f"{package}; python_version >= '3.11'" for package in ("onnx>=1.23", "onnxruntime>=1.32", "onnxscript>=0.7")]
 HARNESS = ["lm_eval>=0.4.13", "tokenizers"]
 
 here = Path(__file__).parent
