@@ -30,9 +30,13 @@ settings.register_profile("night", max_examples=300, **ALWAYS)
 settings.load_profile("fast")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    silence_known_warnings()  # pytest has its own filters for every test, and fixtures of a module warn, too
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds():
-    silence_known_warnings()  # pytest has its own filters for every test
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)

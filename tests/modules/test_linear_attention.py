@@ -123,4 +123,5 @@ def test_half_precision_and_autocast(name, dtype):
         assert half_precision_error(out, expected) < 0.03
     # The terms are rounded, their sum is not.
     k, v = (part.double() for part in half._keys_and_values(source.to(dtype), None))
-    torch.testing.assert_close(state.weights.double(), k.mT @ v, rtol=0, atol=float(1e-6 * k.norm() * v.norm()))
+    size = (k.norm() * v.norm()).item()
+    torch.testing.assert_close(state.weights.double(), k.mT @ v, rtol=0, atol=1e-6 * size)
