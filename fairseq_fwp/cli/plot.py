@@ -1,11 +1,14 @@
 """fwp-plot: draw perplexity, loss or BLEU of several training runs against updates or time.
 
     fwp-plot delta=runs/delta/train.log sum=runs/sum --out curves.png
+    fwp-plot --gain base.tsv layer.tsv --dictionary DATA/dict.txt --out gain.png
 
 A log is what fairseq-train printed or wrote with `--log-file`, in any `--log-format`; other lines are passed over. A
 folder stands for its train.log, or the only .log file in it. The ending of --out says what the picture is: .png, .svg
 or .pdf. Next to it lie its numbers, curves.csv, and the best validation of each run, curves.md. With --dpfp the picture
-is Figure 1 of Schlag et al. 2021, and no logs are read. What was written is printed.
+is Figure 1 of Schlag et al. 2021, and no logs are read. With --gain it is Figure 2 of Clark et al. 2022: for which
+tokens the second model is better than the first, from what `fwp-eval-lm --scores` wrote; its numbers go to a CSV. What
+was written is printed.
 """
 
 import argparse
@@ -18,6 +21,8 @@ from pathlib import Path
 import torch
 
 from fairseq_fwp.cli import make_parser, one_sentence, write_whole
+from fairseq_fwp.cli.gain import draw_gain
+from fairseq_fwp.cli.loading import positive
 from fairseq_fwp.cli.logs import Run, find_log, read_log
 from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, check_path, colours, load_pyplot, save, use_log_scale
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -103,11 +108,16 @@ def parser() -> argparse.ArgumentParser:
     made = make_parser(__doc__)
     add = made.add_argument
     add("logs", nargs="*", metavar="[LABEL=]LOG", help="a log, or its folder, whose name is the label if none is given")
-    out = "a .png, .svg or .pdf (curves.png, or dpfp.png with --dpfp)"
+    out = "a .png, .svg or .pdf (curves.png, dpfp.png with --dpfp, gain.png with --gain)"
     add("--out", type=Path, metavar="PICTURE", help=out)
     add("--x", choices=["updates", "hours"], default="updates", help="the horizontal axis (updates)")
     add("--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu needs --eval-bleu")
     add("--dpfp", action="store_true", help="draw DPFP from 2 to 4 dimensions, without logs")
+    gain = "draw the gain of a model over a base model by tokens, from two tables of fwp-eval-lm --scores"
+    add("--gain", nargs=2, type=Path, metavar=("BASE", "MODEL"), help=gain)
+    add("--dictionary", type=Path, metavar="DATA/dict.txt", help="with --gain: counts of the training text")
+    block = "with --gain: blocks of N tokens are documents (by default a document begins at a heading as in WikiText)"
+    add("--block", type=positive, metavar="N", help=block)
     add("--train", action="store_true", help="also draw the metric in training, dashed")
     return made
 
@@ -115,16 +125,23 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser()
     args = made.parse_args(arguments)
-    if args.dpfp == bool(args.logs):
-        made.error("give either logs of training or --dpfp")
-    if args.dpfp and (args.train or args.x != "updates" or args.y != "ppl"):
-        made.error("--train, --x and --y must be left out with --dpfp: they are for logs of training")
-    out = args.out or Path("dpfp.png" if args.dpfp else "curves.png")
+    if [bool(args.logs), args.dpfp, bool(args.gain)].count(True) != 1:
+        made.error("give either logs of training, or --dpfp, or --gain")
+    if not args.logs and (args.train or args.x != "updates" or args.y != "ppl"):
+        made.error("--train, --x and --y must be left out with --dpfp and --gain: they are for logs of training")
+    if bool(args.gain) != bool(args.dictionary) or (args.block and not args.gain):
+        made.error("--gain needs --dictionary; --dictionary and --block need --gain")
+    out = args.out or Path("dpfp.png" if args.dpfp else "gain.png" if args.gain else "curves.png")
     with one_sentence("fwp-plot"):
         check_path(out)
         if args.dpfp:
             draw_dpfp(out)
             print(f"wrote {out}")
+            return
+        if args.gain:
+            base, model = args.gain
+            draw_gain(base, model, args.dictionary, args.block, out)
+            print(f"wrote {out} and {out.with_suffix('.csv').name}")
             return
         runs = []
         for name in args.logs:

@@ -77,6 +77,10 @@ REFUSALS = [
     ([], USAGE),
     (["--dpfp", "train.log"], USAGE),
     (["--dpfp", "--train"], USAGE),
+    (["--dpfp", "--gain", "a.tsv", "b.tsv"], USAGE),
+    (["--gain", "a.tsv", "b.tsv", "--y", "loss"], USAGE),
+    (["--gain", "a.tsv", "b.tsv"], "--gain needs --dictionary"),
+    (["HERE/sum", "--block", "8"], "--block need --gain"),
 ]
 
 

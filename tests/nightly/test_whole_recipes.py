@@ -1,9 +1,11 @@
 """Every recipe with its driver on small data: killed and resumed, it has the results of an uninterrupted run."""
 
+import csv
 import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -149,6 +151,36 @@ def test_killed_and_resumed(case, data, tmp_path):
     assert process.returncode == 0, said
     found = figures(tmp_path / "killed")
     assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("model", ["local", "wt103"])
+def test_figure_2_of_fast_weight_layers(model, data, tmp_path):
+    """The whole script: two thirds of a text train both models, which score the last third."""
+    recipes, text = tmp_path / "recipes", tmp_path / "text"
+    shutil.copytree(RECIPES, recipes, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    driver = shlex.join([sys.executable, str(RECIPES / "driver")])
+    (recipes / "env.sh").write_text(
+        f'here=$(dirname -- "${{BASH_SOURCE[1]}}")\nroot={tmp_path}\nrun() {{ "$@"; }}\n'
+        f'recipe() {{ {driver} "$1" --recipe "$here" "${{@:2}}"; }}\n'
+    )
+    text.mkdir()
+    for split in ("train", "valid"):
+        name = f"wiki.{split}.tokens" if model == "wt103" else f"{split}.txt"
+        lines = (data / f"{split}.txt").read_text().splitlines(keepends=True)
+        (text / name).write_text("".join("= a =\n" * (index % 20 == 0) + line for index, line in enumerate(lines)))
+    small = [*STEPS, *CUTOFFS] if model == "local" else [*SMALL, *STEPS, *CUTOFFS, "--tokens-per-sample", "64"]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    command = ["bash", recipes / "fwl" / "figure2.sh", model, text, *small]
+    environment["OUT"] = str(tmp_path / "out")
+    for _ in range(2):  # made, and found made
+        found = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout + found.stderr
+    with (tmp_path / "out" / "figure2.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    positions = [int(row["tokens"]) for row in rows if row["by"].startswith("position")]
+    (scores,) = (tmp_path / "out").glob("**/base/third.tsv" if model == "local" else "local_base/third.tsv")
+    assert sum(positions) == len(scores.read_text().splitlines()) - 1
+    assert (tmp_path / "out" / "figure2.png").exists()
 
 
 # Spaces, quotes, code, a newline, a pattern, and a dash at the beginning.
