@@ -49,6 +49,7 @@ class FastWeightLayer(nn.Module):
     fast_weights: a key of FAST_WEIGHTS; bias_entries: with "softmax-bias", the number of entries of that bias;
     gradients_at: one of GRADIENTS_AT, "trained" in the paper;
     step_size, decay: one fixed number for all weights, instead of a learned one for each;
+    global_step_size: one learned step size for all weights, "slightly" worse in the paper (Sec. 2);
     divide_gradients_by: a divisor; 1 in the paper, the number of losses in the batch in its public code.
 
     Raises ValueError for numbers out of their ranges, an identity with fewer than 2 D hidden units, and a random start
@@ -67,6 +68,7 @@ class FastWeightLayer(nn.Module):
         map_inputs: bool = False,
         gradients_at: str = "trained",
         random_start: bool = False,
+        global_step_size: bool = False,
     ) -> None:
         super().__init__()
         check(
@@ -81,6 +83,10 @@ class FastWeightLayer(nn.Module):
         check(0 < divide_gradients_by < math.inf, f"`divide_gradients_by` must be above 0, got {divide_gradients_by}")
         check(step_size is None or 0 <= step_size < math.inf, f"`step_size` must be at least 0, got {step_size}")
         check(decay is None or 0 <= decay <= 1, f"`decay` must be in [0, 1], got {decay}")
+        check(
+            not global_step_size or step_size is None,
+            f"`global_step_size` must be off with `step_size`, got {step_size}: a fixed step size is not learned",
+        )
         known = ", ".join(GRADIENTS_AT)
         check(gradients_at in GRADIENTS_AT, f"`gradients_at` must be one of {known}, got {gradients_at!r}")
         self.inputs = nn.Linear(embed_dim, embed_dim) if map_inputs else None
@@ -94,7 +100,8 @@ class FastWeightLayer(nn.Module):
         self.random_start = random_start
         self.fixed_step_size, self.fixed_decay = step_size, decay
         count = len(self.fast)
-        self.log_step_sizes = nn.Parameter(torch.zeros(count)) if count > 0 and step_size is None else None
+        step_sizes = 1 if global_step_size else count
+        self.log_step_sizes = nn.Parameter(torch.zeros(step_sizes)) if count > 0 and step_size is None else None
         start = torch.full((count,), DECAY).logit() / PACE
         self.decay_logits = nn.Parameter(start) if count > 0 and decay is None else None
 
@@ -179,7 +186,8 @@ class FastWeightLayer(nn.Module):
         if self.log_step_sizes is None:
             return dict.fromkeys(self.fast, self.fixed_step_size or 0.0)
         with torch.autocast(self.log_step_sizes.device.type, enabled=False):
-            return dict(zip(self.fast, STEP_SIZE * (PACE * self.log_step_sizes).exp(), strict=True))
+            sizes = STEP_SIZE * (PACE * self.log_step_sizes).exp()
+            return dict(zip(self.fast, sizes.expand(len(self.fast)), strict=True))
 
     def decays(self) -> dict[str, Number]:
         """Return gamma of each fast weight."""

@@ -59,6 +59,7 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
     fwl_step_size: Optional[float] = option(  # noqa: UP045
         None, "fixed step size of all fast weights, at least 0; none: learned for each weight, from 0.01"
     )
+    fwl_global_step_size: bool = option(False, "learn one step size for all fast weights, instead of one for each")
     fwl_decay: Optional[float] = option(  # noqa: UP045
         None,
         "fixed factor, from 0 to 1, that keeps the updates of earlier segments; none: learned for each "

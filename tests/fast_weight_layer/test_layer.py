@@ -205,6 +205,25 @@ def test_one_fixed_step_size_and_decay():
         torch.testing.assert_close(ours[0], expected[0])
 
 
+def test_one_learned_step_size_for_all_weights():
+    """It acts as equal ones do, and its gradient is the sum of theirs."""
+    layer, softmax = build()
+    single = FastWeightLayer(DIM, HIDDEN, global_step_size=True).double()
+    single.load_state_dict({**layer.state_dict(), "log_step_sizes": torch.zeros(1)})
+    steps, outputs = [], []
+    segments = [(random_features(2, 4), random_tokens(2, 4)) for _ in range(2)]
+    for either in (layer, single):
+        set_step_sizes(either, 0.25)
+        state = None
+        for x, tokens in segments:
+            y, state = either(x, tokens, softmax, state)
+        outputs.append(y)
+        steps.append(torch.autograd.grad(y.square().sum(), either.log_step_sizes)[0])
+    torch.testing.assert_close(outputs[1], outputs[0])
+    assert steps[0].abs().min() > 0 and steps[1].shape == (1,)
+    torch.testing.assert_close(steps[1], steps[0].sum(0, keepdim=True))
+
+
 @looped("graph", [True, False])
 @looped("gradients_at", GRADIENTS_AT)
 def test_divided_gradients_are_smaller_steps(gradients_at, graph):
@@ -244,6 +263,7 @@ REFUSED = [
     *(({"divide_gradients_by": x}, f"`divide_gradients_by` must be above 0, got {x}") for x in (0, -1, math.nan)),
     *(({"step_size": x}, f"`step_size` must be at least 0, got {x}") for x in (-0.1, math.inf, math.nan)),
     *(({"decay": x}, rf"`decay` must be in \[0, 1\], got {x}") for x in (-0.1, 1.1, math.nan)),
+    ({"step_size": 0.5, "global_step_size": True}, "`global_step_size` must be off with `step_size`, got 0.5"),
     ({"fast_weights": "all"}, "the choice of fast weights must be one of both, first, .*, got 'all'"),
     ({"gradients_at": "carry"}, "trained, carried, got 'carry'"),
 ]  # fmt: skip
