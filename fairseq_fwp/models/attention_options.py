@@ -56,6 +56,9 @@ class MemoryOptions(FairseqDataclass):
     favor_softmax_scale: bool = option(
         False, "scale keys and queries of the favor map so that it estimates exp(q . k / sqrt(d)) (Choromanski 2021)"
     )
+    favor_relu: bool = option(
+        False, "ReLU in place of the favor map's exponentials (Choromanski 2021): m features, none: the key dimension"
+    )
     relu_features: Optional[int] = option(  # noqa: UP045
         None, "number of features of the learned relu map, at least 1; none: the key dimension"
     )

@@ -112,7 +112,9 @@ class Favor(FeatureMap):
     draw: a key of `DRAWS`, the distribution of R;
     offset: added to the exponentials; 0 in both papers and 1e-4 in Schlag's public code;
     redraw: every redraw-th call of `resample` draws R again, 0 = never;
-    softmax_scale: multiply x by d^(-1/4), as in Choromanski's paper, to estimate exp(q . k / sqrt(d)).
+    softmax_scale: multiply x by d^(-1/4), as in Choromanski's paper, to estimate exp(q . k / sqrt(d));
+    relu: the map ReLU(R x) / sqrt(m), by default with head_dim features m, which Choromanski et al. compare with it. It
+    does not estimate exp(q . k).
 
     No maximum over a sequence is subtracted: that would look into the future and differ from decoding token by token.
     The exponent r . x - |x|^2 / 2 never exceeds |r|^2 / 2, about d / 2, which float32 can represent for d up to about
@@ -144,14 +146,18 @@ class Favor(FeatureMap):
         offset: float = 0.0,
         redraw: int = 1,
         softmax_scale: bool = False,
+        relu: bool = False,
     ) -> None:
         super().__init__()
-        num_features = (head_dim + 1) // 2 if features is None else features
+        default = head_dim if relu else (head_dim + 1) // 2
+        num_features = default if features is None else features
         check(num_features >= 1, f"`features` must be at least 1, got {num_features}")
         check(draw in DRAWS, f"`draw` must be one of {', '.join(DRAWS)}, got {draw!r}")
         check(0 <= offset < math.inf, f"`offset` must be a number of at least 0, got {offset}")
         check(redraw >= 0, f"`redraw` must be a number of mini-batches, or 0 for never, got {redraw}")
-        self.feature_dim = 2 * num_features
+        self.feature_dim = num_features if relu else 2 * num_features
+        self.epsilon = FeatureMap.epsilon if relu else self.epsilon
+        self.relu = relu
         self.draw = draw
         self.offset = offset
         self.redraw = redraw
@@ -167,9 +173,12 @@ class Favor(FeatureMap):
         x = at_least_float32(x)
         with torch.autocast(x.device.type, enabled=False):
             vectors = self.projection.to(x.dtype) * self.scale
-            products = F.linear(x, torch.cat([vectors, -vectors]))
-        log_scale = (x.square().sum(-1, keepdim=True) * self.scale**2 + math.log(self.feature_dim)) / 2
-        features = (products - log_scale).exp_()
+            products = F.linear(x, vectors if self.relu else torch.cat([vectors, -vectors]))
+        if self.relu:
+            features = products.relu() * self.feature_dim**-0.5
+        else:
+            log_scale = (x.square().sum(-1, keepdim=True) * self.scale**2 + math.log(self.feature_dim)) / 2
+            features = (products - log_scale).exp_()
         return features + self.offset * self.feature_dim**-0.5 if self.offset else features
 
     def resample(self) -> None:

@@ -46,6 +46,7 @@ REACHED = [
     ({**FAVOR, "favor_offset": 0.125}, "feature_map.offset", 0.125),
     ({**FAVOR, "favor_redraw": 7}, "feature_map.redraw", 7),
     ({**FAVOR, "favor_softmax_scale": True, "decoder_key_dim": 16}, "feature_map.scale", 0.5),
+    ({**FAVOR, "favor_relu": True, "decoder_key_dim": 5}, "feature_map.feature_dim", 5),
     ({"decoder_feature_map": "relu", "relu_features": 7}, "feature_map.feature_dim", 7),
     ({"decoder_feature_map": "dpfp", "dpfp_nu": 3}, "feature_map.feature_dim", 2 * 4 * 3),
 ]

@@ -28,6 +28,7 @@ LANGUAGE_MODELS = {
     "size of a map": ({"decoder_feature_map": "dpfp"}, {"dpfp_nu": 2}),
     "draw": (FAVOR, {"favor_draw": "gaussian"}),
     "redraw": (FAVOR, {"favor_redraw": 0}),
+    "ReLU of the same vectors": ({**FAVOR, "favor_features": 8}, {"favor_relu": True}),
     "rule": ({"decoder_update_rule": "delta"}, {"decoder_update_rule": "fwm"}),
     "sum normalisation": ({}, {"sum_normalization": True}),
     "attention normalisation": ({}, {"attention_normalization": True}),

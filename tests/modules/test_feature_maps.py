@@ -30,6 +30,14 @@ HAND_COMPUTED = {
         [2.0, 0.0, 0.0, 2.0],
         [math.exp(exponent) / 2**0.5 for exponent in (2**0.5 - 2, -(2**0.5) - 2)],
     ),
+    # R x = (3, 1) and -(3, 1), over sqrt(m); added to ReLU
+    "favor, relu": ({"features": 2, "relu": True}, ROWS, [1.0, -1.0], [3 / 2**0.5, 1 / 2**0.5]),
+    "favor, relu, offset": (
+        {"features": 2, "relu": True, "offset": 0.1},
+        ROWS,
+        [-1.0, 1.0],
+        [0.1 / 2**0.5, 0.1 / 2**0.5],
+    ),
     "relu": (
         {"features": 3},
         {"linear.weight": [[1.0, 2.0], [0.5, 3.0], [0.0, 1.0]], "linear.bias": [0.25, 0.5, 2.0]},
@@ -100,6 +108,11 @@ def test_number_and_sign_of_features(name):
     assert isinstance(feature_map, FeatureMap)
     feature_map.resample()
     assert torch.equal(feature_map(x), features) == (name != "favor")
+
+
+def test_favor_with_relu_has_as_many_features_as_the_key_dimension_or_as_said():
+    assert Favor(HEAD_DIM, relu=True).feature_dim == HEAD_DIM and Favor(HEAD_DIM, 4, relu=True).feature_dim == 4
+    assert Favor(HEAD_DIM, relu=True).epsilon == 1e-6 and Favor(HEAD_DIM).epsilon == 1e-24
 
 
 @every_map
