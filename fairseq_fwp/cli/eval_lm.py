@@ -1,7 +1,7 @@
 """fwp-eval-lm: perplexity of a language model by the protocols that papers report, every token scored once.
 
     fwp-eval-lm DATA --path checkpoint_best.pt                        # a window that moves by one token
-    fwp-eval-lm DATA --path checkpoint_best.pt --stride 32            # nearly the same, about 30 times as fast
+    fwp-eval-lm DATA --path checkpoint_best.pt --stride 32            # nearly the same, with 1/32 of the passes
     fwp-eval-lm DATA --path checkpoint_best.pt --context-window 0     # blocks, as in fairseq-eval-lm
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state          # the text once, with a carried state
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --dynamic sgd --dynamic-lr 0.1  # the model learns too

@@ -14,6 +14,7 @@ from data.prepare import count
 from flags import read_yaml
 from log import read_json, read_training
 from model import Model, runs
+from pictures import compared_split, draw_carried, draw_grid
 from tables import Run, by_model, markdown, read_run, row_of, save, show
 
 HEADS = {"perplexity": "ppl", "loss_base_2": "bits"}
@@ -124,7 +125,7 @@ def perplexities(row: Row) -> list[str]:
 
 
 def write_grid(tables: Path, out: Path, folder: Path) -> None:
-    """Write grid.csv and table.md of the runs in out/grid/RUN."""
+    """Write grid.csv, grid.png and table.md of the runs in out/grid/RUN."""
     grid, rows = read_yaml(tables, plain=False), []
     for name in runs(tables):
         run = read_run(out / "grid" / name)
@@ -137,7 +138,8 @@ def write_grid(tables: Path, out: Path, folder: Path) -> None:
         if run.updates is not None:
             rows.append({"run": name, **read_row(run)})
     if rows:
-        save(folder, "grid", rows, grid_lines(grid, rows))
+        draw_grid(grid, rows, folder / "grid.png")
+        save(folder, "grid", rows, grid_lines(grid, rows), "grid.png")
 
 
 def grid_lines(grid: list[dict[str, Any]], rows: list[Row]) -> list[str]:
@@ -145,7 +147,7 @@ def grid_lines(grid: list[dict[str, Any]], rows: list[Row]) -> list[str]:
     heads = ["row", "conf/grid/", "valid", "test", "rank", "paper valid", "paper test", "paper rank"]
     outcomes, found, diverged = {row["run"]: row for row in rows}, [], {}
     for table in grid:
-        asked, split = table["rows"], "test" if any("test" in row for row in table["rows"]) else "valid"
+        asked, split = table["rows"], compared_split(table)
         outcome, papers = [outcomes.get(row["run"], {}) for row in asked], [row.get(split) for row in asked]
         ours = ranks([paper and (our.get(split) or said(our)) for our, paper in zip(outcome, papers, strict=True)])
         cells = []
@@ -170,13 +172,13 @@ def ranks(values: list[float | str | None]) -> list[str]:
 
 
 def write_carried(table: Path, out: Path, folder: Path) -> None:
-    """Write carried.csv and table.md of the runs in out/carried/RUN.
+    """Write carried.csv, carried.png and table.md of the runs in out/carried/RUN.
 
     A row of the YAML is a run under one protocol. It has the paper's state in millions of numbers, and the paper's
     perplexities, which may be a bound like "> 260".
     """
     heads = ["model", "trained", "evaluated", "state", "valid", "test", "paper state (M)", "paper valid", "paper test"]
-    rows, cells, trainings = [], [], {}
+    rows, cells, trainings, drawn = [], [], {}, []
     for asked in read_yaml(table, plain=False):
         run, protocol = read_run(out / "carried" / asked["run"]), asked["evaluated"]
         test = run.result(f"test {protocol}")
@@ -187,10 +189,18 @@ def write_carried(table: Path, out: Path, folder: Path) -> None:
         cells.append([asked["row"], asked["trained"], protocol, *ours, *paper, f"{asked['run']}.yaml"])
         if run.updates is not None:
             rows.append(row)
+            drawn.append((asked, row))
             size = f": {run.parameters:,} parameters, {run.updates:,} updates, {run.hours:.3f} hours"
             trainings[asked["run"]] = f"- {asked['run']}" + (f" diverged: {run.diverged}" if run.diverged else size)
     if rows:
-        save(folder, "carried", rows, [*markdown([*heads, "conf/carried/"], cells, left=3), "", *trainings.values()])
+        draw_carried(drawn, folder / "carried.png")
+        save(
+            folder,
+            "carried",
+            rows,
+            [*markdown([*heads, "conf/carried/"], cells, left=3), "", *trainings.values()],
+            "carried.png",
+        )
 
 
 # Group of models: the function that reports it.

@@ -9,6 +9,7 @@ import fast_weight_layers
 import figures
 import language_models
 import made_up
+import pictures
 import pytest
 import translation
 import yaml
@@ -179,7 +180,7 @@ def test_every_report_is_the_stored_one(recipe, tmp_path, capsys):
     logs = [made_up.log((100, 0.5), (200, loss), name="loss", more="feature_dim=16\n") for loss in (0.3, 0.01, 0.02)]
     report(retrieval, "points", "", "--conf", str(recipe / "points.yaml"), folder=RETRIEVAL, logs=logs)
     pictures = [path for path in out.rglob("*.png") if path.read_bytes().startswith(b"\x89PNG")]
-    assert sorted(path.name for path in pictures) == ["curves.png", "figure2.png"]
+    assert sorted(path.name for path in pictures) == ["carried.png", "curves.png", "figure2.png", "grid.png"]
     assert found == (made_up.ROOT / "tests/recipes/reports.txt").read_text().splitlines()
 
 
@@ -189,6 +190,22 @@ def test_the_ledger_of_the_grid_shows_the_numbers_of_its_file():
     rows = [row | {name: float(row[name]) for name in ("valid", "test") if row[name]} for row in rows]
     lines = comparison.grid_lines(read_yaml(PEPS / "grid.yaml", plain=False), rows)
     assert "\n".join(lines).strip() + "\n" == (PEPS / "results" / "grid.md").read_text()
+
+
+def test_pictures_next_to_the_papers_tables_show_both(monkeypatch, tmp_path):
+    """Multiples of the best row of a table, and perplexities by state; nothing where a word stands."""
+    figures_drawn, asked = [], yaml.safe_load(RECIPE)
+    monkeypatch.setattr(pictures, "save", lambda figure, path: figures_drawn.append(figure))
+    found = {"best": 8.0, "worse": 4.0, "alike": 6.0, "far": "diverged"}
+    pictures.draw_grid(asked["grid"], [{"run": run, "test": ppl, "valid": ppl} for run, ppl in found.items()], tmp_path)
+    ours = [{"state": 9000, "test": 81.25}, {"state": 8000, "test": ""}, {"state": 73728, "test": 90.0}]
+    pictures.draw_carried([*zip(asked["carried"], ours, strict=False)], tmp_path)
+    grid, here, paper = (axes for figure in figures_drawn for axes in figure.axes)
+    circles = [point for line in lines_of(grid) for point in line if len(line) == 1]
+    # Best, worse, alike by the paper, which are 20, 30, 30 there and 2, 1, 1.5 times our best; none: only the paper's.
+    assert circles[:7] == [(2, -1), (1, -1), (1, -2), (1.5, -2), (1.5, -3), (1.5, -3), (2, -4)]
+    assert lines_of(here) == [((73.728, 90.0),), ((9.0, 81.25),), ((73.728, 90.0),)]
+    assert lines_of(paper) == [((130.0, 29.4),)]  # sum and Transformer-XL have no test perplexity
 
 
 # Retrieval.
