@@ -63,6 +63,7 @@ STEP_SHAPE, CONTEXTS, SPARE = (32, 16, 1, 64, 64), (1, 1024, 16384, 65536), 1000
 # 2022, Figure 1, the decoding of decay and softmax.
 NAMES = ("delta", "softmax", "sum", "delta_dpfp", "delta_favor", "decay", "gated_delta")
 MODELS = (*(f"{name}_lm_wt103" for name in NAMES), "delta_lm_wt103_medium", "softmax_lm_wt103_medium")
+MODELS += tuple(f"{name}_lm_wt103, float32" for name in NAMES[:5])  # as Schlag et al. have measured
 DECODED = ("softmax_lm_wt103", "delta_lm_wt103", "decay_lm_wt103")
 # Of an update, of the small and the medium models; words of WikiText-103, with symbols.
 SAMPLES, TOKENS, WORDS, FLAGS = (96, 56), (256, 384), 267_744, ("--bf16",)
@@ -77,7 +78,7 @@ if "FWP_TINY" in os.environ:  # the tests of this script, on this device
     SHAPES, STEP_SHAPE, CONTEXTS, LONG = ((1, 2, 24, 8, 8),), (2, 2, 1, 8, 8), (1, 9), range(16, 32)
     TESTS = (TESTS[0], "-k", "extra_memory")
     LEASE = {call: {part: 9 * seconds for part, seconds in parts.items()} for call, parts in LEASE.items()}
-    CHECKED, SEGMENTS, MODELS, DECODED = [(1, 2, 35, 8, 8)], [], MODELS[::8], DECODED[:1]
+    CHECKED, SEGMENTS, MODELS, DECODED = [(1, 2, 35, 8, 8)], [], MODELS[:1] + MODELS[8:10], DECODED[:1]
     FLAGS = ("--cpu" if DEVICE == "cpu" else "--bf16", "--decoder-layers", "1", "--adaptive-softmax-cutoff", "500")
 ON_GPU = DEVICE == "cuda"
 WITH_FLA = tuple(form for form in FORMS if f"{inputs.FORMS[form][0]}_rule" in IN_FLA)
@@ -241,12 +242,13 @@ class Session:
         import models
         from fairseq.trainer import Trainer
 
-        medium = name.endswith("medium")
+        arch, single = name.removesuffix(", float32"), name.endswith(", float32")
+        medium, flags = arch.endswith("medium"), [flag for flag in FLAGS if flag != "--bf16" or not single]
         samples, tokens = SAMPLES[medium], TOKENS[medium]
         place = f"{samples} x {tokens} tokens", "update"
 
         def build():
-            built = models.build(WORDS, "--arch", name, "--tokens-per-sample", tokens, *FLAGS)
+            built = models.build(WORDS, "--arch", arch, "--tokens-per-sample", tokens, *flags)
             built.cfg.common.tpu = False  # fairseq sets it with --bf16
             trainer = Trainer(*built)
             # It would save the model after an error, and hide the reason if it cannot; and forget the peak of memory.

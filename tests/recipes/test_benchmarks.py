@@ -212,7 +212,8 @@ def test_every_part_of_a_gpu(load, out):
     why = record.values(SHAPE, TRAINING, "delta, fla", "seconds as called")
     assert "its first call: " in why and "tensors must be on a CUDA device" in why
     record = load("record").Record.read(out / "gpu_models.csv")
-    places = [("2 x 16 tokens", "update", name) for name in ("delta_lm_wt103", "softmax_lm_wt103_medium")]
+    names = "delta_lm_wt103", "softmax_lm_wt103_medium", "delta_lm_wt103, float32"
+    places = [("2 x 16 tokens", "update", name) for name in names]
     for place in places:
         speeds, seconds = (record.values(*place, what) for what in ("words per second", "seconds as called"))
         assert speeds == pytest.approx([32 / x for x in seconds])
