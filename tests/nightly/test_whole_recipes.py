@@ -13,7 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+import zstandard
 from made_up import RECIPES, write_pairs
+from support import jobs
+from support.command_server import run
+
+from tests.convert import test_gpt2
 
 SIZES = {"layers": "1", "embed-dim": "16", "ffn-embed-dim": "16", "attention-heads": "2"}
 SMALL = [word for name, value in SIZES.items() for word in (f"--decoder-{name}", value)]
@@ -181,6 +186,44 @@ def test_figure_2_of_fast_weight_layers(model, data, tmp_path):
     (scores,) = (tmp_path / "out").glob("**/base/third.tsv" if model == "local" else "local_base/third.tsv")
     assert sum(positions) == len(scores.read_text().splitlines()) - 1
     assert (tmp_path / "out" / "figure2.png").exists()
+
+
+def write_source(corpus, folder, text):
+    """Write a tiny source model, and the text next to it in the layout of the corpus; return the model's path."""
+    if corpus == "gpt2":
+        model = test_gpt2.Gpt2("gpt2", folder)
+        model.save(test_gpt2.make_tensors())
+        (model.path / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate("abcdeĠĊ")}))
+        (model.path / "merges.txt").write_text("#version: 0.2\n")
+        (folder / "train").mkdir()
+        lines = zstandard.compress(b'{"text": "ab ab dad\\nabe", "meta": {}}\n' * 200)
+        for name in ("train/00", "val", "test"):
+            (folder / f"{name}.jsonl.zst").write_bytes(lines)
+        return model.path
+    for split in ("train", "valid", "test"):
+        shutil.copy(text / f"{split}.txt", folder / f"wiki.{split}.tokens")
+    run("fairseq-preprocess", "--only-source", "--trainpref", text / "train.txt", "--destdir", folder, "--workers", 1)
+    flags = ["--task", "language_modeling", "--arch", "transformer_lm_wiki103", *SMALL, *CUTOFFS, *jobs.OPTIMIZATION]
+    flags += ["--adaptive-input-cutoff", "5,10", *jobs.ADAPTIVE, "--tokens-per-sample", 512, "--batch-size", 2]
+    jobs.train(folder, folder, *flags, "--disable-validation", updates=2)
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.mark.parametrize("corpus, rows", [("wikitext103", ["decay_m32"]), ("gpt2", ["softmax", "decay_m4"])])
+def test_the_public_sources_of_the_conversion(corpus, rows, data, tmp_path):
+    """Tables 1 to 3 of Mao 2022 on stand-ins: every row and the source have all numbers."""
+    settings, folder = shlex.split(CASES["decay_finetune"][0])[1:], tmp_path / "source"
+    folder.mkdir()
+    words = ["--corpus", corpus, "--model", write_source(corpus, folder, data), "--data", folder, "--rows", *rows]
+    words += ["--max-update", 4, "--warmup-updates", 1, *EVERY, "--cpu", "--out", tmp_path / "out"]
+    process = drive("conversion", RECIPES / "decay_finetune", settings, tmp_path, "all", *words)
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    with (tmp_path / "out" / "results.csv").open() as file:
+        found = {row["run"]: row for row in csv.DictReader(file)}
+    assert found.keys() == {"source", *rows}
+    measures = ["valid 0", "test 0", *["test 480"] * (corpus == "wikitext103")]
+    assert all(float(row[measure]) > 1 for row in found.values() for measure in measures)
 
 
 # Spaces, quotes, code, a newline, a pattern, and a dash at the beginning.

@@ -312,6 +312,29 @@ def test_the_first_row_begins_with_the_source(start, done, recipe):
     assert done == [("softmax", ["--arch", "fwp_lm", "--lr", "2", *plugin, *begun, "--lr", "1"])]
 
 
+def test_the_source_is_measured_even_if_no_row_is_softmax(start, tmp_path, monkeypatch):
+    """Table 3 of Mao 2022 has the source's perplexities, and no row that is fine-tuned with softmax."""
+    scored, out = [], tmp_path / "out"
+
+    def score(checkpoint, path, *_):
+        scored.append((checkpoint.relative_to(out), path.stem))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+
+    monkeypatch.setattr(conversion, "score", score)
+    made = start("--corpus", "wikitext103", "--rows", "decay_m32", "decay_m64", kind=conversion)
+    for model in made.models:
+        (model.folder / "converted").mkdir(parents=True)
+        (model.folder / "conversion.txt").write_text(f"{model.origin} {model.convert}\n")
+        made.evaluations[0].evaluate(model)
+    source, measures = Path("softmax/converted/checkpoint.pt"), made.evaluations[0].corpus.measures
+    expected = [(source, measure) for measure in measures]
+    for name in ("decay_m32", "decay_m64"):
+        expected.append((Path(name, "converted", "checkpoint.pt"), measures[0]))
+        expected += [(Path(name, "checkpoint_last.pt"), measure) for measure in measures]
+    assert sorted(scored) == sorted(expected)
+
+
 def test_what_is_just_converted_may_give_no_number(start, tmp_path, monkeypatch):
     def fail(*words, **_):
         raise CommandError("it failed.")

@@ -3,13 +3,16 @@
 import gzip
 import hashlib
 import io
+import json
 import re
+import sys
 import tarfile
 import zipfile
 
 import pytest
+import zstandard
 from commands import RecipeError
-from data import gpt2_bpe, peps, stdlib, texts
+from data import gpt2_bpe, peps, pile, stdlib, texts
 from data.fetch import Archive
 from data.prepare import SPLITS
 from made_up import LINE
@@ -207,3 +210,36 @@ def test_a_vocabulary_of_another_model_is_refused(tmp_path, more, text, said):
     assert not (tmp_path / "out").exists()
     with pytest.raises(RecipeError, match=r"must have vocab.json and merges.txt, or encoder.json and vocab.bpe"):
         gpt2_bpe.encode(tmp_path, tmp_path / "raw.txt", tmp_path / "out")
+
+
+# The Pile.
+
+
+def pack(path, *frames):
+    """Write texts as frames of one file, as programs that pack in parallel do."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(frame.encode()) for frame in frames))
+
+
+def test_the_pile_is_read_as_it_is_distributed(tmp_path):
+    documents = ["a b\nc\u2028d", "", "é\n", "last"]
+    lines = [json.dumps({"text": text, "meta": {"pile_set_name": "X"}}) + "\n" for text in documents]
+    pack(tmp_path / "train" / "01.jsonl.zst", "".join(lines[2:]))
+    pack(tmp_path / "train" / "00.jsonl.zst", lines[0], lines[1])
+    pack(tmp_path / "val.jsonl.zst", lines[3])
+    assert [len(pile.files(tmp_path, split)) for split in ("train", "valid", "test")] == [2, 1, 0]
+    pile.write(pile.files(tmp_path, "train"), tmp_path / "train.txt")
+    assert list(gpt2_bpe.documents(tmp_path / "train.txt")) == documents
+
+
+@pytest.mark.parametrize("text", ["no JSON\n", '{"body": "a"}\n', "[1]\n"])
+def test_a_file_that_is_not_of_the_pile_is_refused(tmp_path, text, monkeypatch):
+    pack(tmp_path / "val.jsonl.zst", '{"text": "a"}\n' + text)
+    with pytest.raises(RecipeError, match=r"val\.jsonl\.zst, line 2: it must be a document of the Pile, got "):
+        pile.write([tmp_path / "val.jsonl.zst"], tmp_path / "out")
+    (tmp_path / "val.jsonl.zst").write_bytes(b"not packed")
+    with pytest.raises(RecipeError, match=r"val\.jsonl\.zst cannot be unpacked: "):
+        pile.write([tmp_path / "val.jsonl.zst"], tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(RecipeError, match=r"needs zstandard: pip install 'fairseq_fwp\[pile\]'"):
+        pile.write([tmp_path / "val.jsonl.zst"], tmp_path / "out")
