@@ -5,8 +5,8 @@ import math
 import statistics
 
 import pytest
-from pairwise import looped
-from refusals import refused
+from support.pairwise import looped
+from support.refusals import refused
 
 from fairseq_fwp.cli import plot
 from fairseq_fwp.cli.gain import GROUPS, compare, labels
