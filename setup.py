@@ -85,6 +85,7 @@ setup(
             "fwp-export = fairseq_fwp.cli.export:main",
             "fwp-harness = fairseq_fwp.cli.harness:main",
             "fwp-info = fairseq_fwp.cli.info:main",
+            "fwp-linearize = fairseq_fwp.cli.linearize:main",
             "fwp-plot = fairseq_fwp.cli.plot:main",
         ],
     },

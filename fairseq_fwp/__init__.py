@@ -5,9 +5,13 @@ numpy and Python break in fairseq (`patches`). It also registers the models, tas
 """
 
 import importlib
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 from fairseq_fwp.registration import register_with_fairseq
+
+if TYPE_CHECKING:
+    from fairseq_fwp.pretrained import PretrainedModel
 
 register_with_fairseq()
 
@@ -15,10 +19,29 @@ __version__ = "0.1.0"
 __all__ = ["distillation", "load", "models", "modules", "ops", "synthetic", "tasks"]
 
 
+def load(
+    path: str | os.PathLike[str], *, dictionary: str | os.PathLike[str] | None = None, source: str = "fwp-lm"
+) -> "PretrainedModel":
+    """Load a trained language model, in evaluation mode, float32, on the CPU.
+
+    path: a checkpoint of fairseq-train, or a folder of `fwp-convert --to safetensors`;
+    dictionary: dict.txt of the training, or its folder; None: dict.txt next to the weights;
+    source: what wrote them, as for fwp-convert: such as fla or gpt2, with a folder of transformers.
+
+    Raises ValueError that names a missing or damaged file, the dictionary of another training, or a model that is not
+    known.
+    """
+    if source == "fwp-lm":
+        from fairseq_fwp import pretrained
+
+        return pretrained.load(path, dictionary)
+    from fairseq_fwp import convert
+
+    return convert.load(path, dictionary, source)
+
+
 def __getattr__(name: str) -> Any:
     """Import a part of the package when it is first asked for."""
-    if name == "load":
-        return importlib.import_module(f"{__name__}.pretrained").load
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

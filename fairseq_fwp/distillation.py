@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fairseq import checkpoint_utils, metrics, utils
+from fairseq import metrics, utils
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import BaseFairseqModel
@@ -33,7 +33,8 @@ from fairseq_fwp.decoding import Sample
 from fairseq_fwp.evaluation.scoring import kl_divergence
 from fairseq_fwp.modules.feature_maps import resample
 from fairseq_fwp.ops.arguments import at_least_float32
-from fairseq_fwp.options import option
+from fairseq_fwp.options import Settings, option
+from fairseq_fwp.pretrained.checkpoint import read
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
 CARRIED = "--carry-state must be left out with fwp_distillation: the teacher does not carry a state"
@@ -86,16 +87,14 @@ class DistillationCriterion(FairseqCriterion):
         # In a tuple, so that the teacher is not trained, saved or counted.
         self._teacher = (read_teacher(teacher, task),)
 
-    def forward(
-        self, model: BaseFairseqModel, sample: Sample, reduce: bool = True
-    ) -> tuple[Tensor, int, dict[str, Any]]:
+    def forward(self, model: BaseFairseqModel, sample: Sample, reduce: bool = True) -> tuple[Tensor, int, Settings]:
         """Return the sum over the tokens, their number, and what is logged."""
         if "state" in sample["net_input"]:
             raise ValueError(CARRIED)
         parameter = next(model.parameters())
         (teacher,) = self._teacher
         teacher.to(parameter.device, parameter.dtype)
-        log: dict[str, Any] = {}
+        log: Settings = {}
         if self.of_attention:
             tokens = int(sample["target"].ne(self.padding_idx).sum())
             loss = tokens * attention_error(model, teacher, sample["net_input"], self.padding_idx)
@@ -151,7 +150,7 @@ class DistillationCriterion(FairseqCriterion):
             yield student, from_teacher, in_part
 
     @classmethod
-    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+    def reduce_metrics(cls, logging_outputs: list[Settings]) -> None:
         """Log the loss: a squared error; or bits a token, also of its parts, and the perplexity of the data."""
         tokens = sum(int(log.get("ntokens", 0)) for log in logging_outputs)
         found = [name for name in ("loss", "divergence", "nll_loss") if any(name in log for log in logging_outputs)]
@@ -173,15 +172,17 @@ def read_teacher(path: str, task: FairseqTask) -> BaseFairseqModel:
     if not path:
         raise ValueError("--teacher must be a checkpoint to learn from, got none")
     try:
+        checkpoint = read(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--teacher must be a checkpoint of fairseq, got {path}: {error}{MOVED}") from error
+    try:
         # A copy: when a translation task builds a model, it stores that model as its own for translation.
-        (teacher,), _ = checkpoint_utils.load_model_ensemble([path], task=copy(task))
+        teacher = checkpoint.build(copy(task))
     except ValueError as error:
         raise ValueError(f"--teacher {path} does not fit this data: {error}") from error
-    except (OSError, RuntimeError) as error:
-        first = str(error).split("\n")[1 if "\n" in str(error) else 0].strip()
-        if "size mismatch" in first:
-            raise ValueError(f"--teacher {path} does not fit the vocabulary of this data: {first}") from error
-        raise ValueError(f"--teacher must be a checkpoint, got {path}: {first}{MOVED}") from error
+    except RuntimeError as error:
+        mismatch = str(error).split("\n")[1 if "\n" in str(error) else 0].strip()
+        raise ValueError(f"--teacher {path} does not fit the vocabulary of this data: {mismatch}") from error
     return teacher.eval().requires_grad_(False)
 
 
@@ -191,7 +192,7 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in found if name.rpartition(".")[2] in ATTENTIONS}
 
 
-def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, Any], padding_idx: int) -> Tensor:
+def attention_error(model: nn.Module, teacher: nn.Module, net_input: Sample, padding_idx: int) -> Tensor:
     """Return the mean squared error of the attentions' outputs for the teacher's inputs, averaged over attentions.
 
     Padding does not count. In training, random feature maps are drawn again first, as in the forward pass of a model.
@@ -234,7 +235,7 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
     return torch.stack(errors).mean()
 
 
-def real_tokens(name: str, net_input: dict[str, Any], padding_idx: int) -> Tensor:
+def real_tokens(name: str, net_input: Sample, padding_idx: int) -> Tensor:
     """Return a mask of an attention's outputs: True at tokens, False at padding."""
     before = net_input.get("prev_output_tokens")
     if before is None:  # a language model: (B, L)

@@ -21,7 +21,7 @@ from support.command_server import run
 from support.pairwise import looped
 from support.small_text import write_text
 
-from fairseq_fwp.cli import add_layer, convert, eval_lm, export, info, plot
+from fairseq_fwp.cli import add_layer, convert, eval_lm, export, info, linearize, plot
 from fairseq_fwp.evaluation import Protocol, Text, evaluate
 from fairseq_fwp.models.attention_options import rule_choices
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
@@ -95,7 +95,7 @@ def test_the_page_of_language_models_names_every_rule_map_and_architecture():
 # Commands and their flags.
 
 PARSERS = {f"fwp-{module.__name__.rpartition('.')[2].replace('_', '-')}": module for module in (
-    add_layer, convert, eval_lm, export, info, plot,
+    add_layer, convert, eval_lm, export, info, linearize, plot,
 )}  # fmt: skip
 FAIRSEQ = {
     "fairseq-eval-lm": options.get_eval_lm_parser,
@@ -126,8 +126,7 @@ def commands(block):
 def unknown_flags(program, words):
     """Return the flags among the words that the program does not have with this task, architecture and criterion."""
     if program in PARSERS:
-        source = words[words.index("--source") + 1 :][:1] if program == "fwp-convert" and "--source" in words else []
-        actions = PARSERS[program].parser(*source)._actions
+        actions = PARSERS[program].parser()._actions
         known = {flag for action in actions for flag in action.option_strings}
         return [word for word in words if word.startswith("--") and word not in known]
     if program == "fairseq-preprocess":

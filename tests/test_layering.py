@@ -25,6 +25,7 @@ ROOMS = {
     "kernels": {"torch"},
     "ops": {"torch", "fairseq_fwp.kernels"},
     "interop": {"torch", "transformers", "fairseq_fwp.ops"},
+    "interop.harness": CONFIG | HARNESS | {"fairseq_fwp"},
     "testing": {"torch", "fairseq_fwp.ops"},
     "modules": {"torch", "fairseq_fwp.checks", "fairseq_fwp.ops"},
     "decoding": {"torch", "fairseq_fwp.modules"},
@@ -33,17 +34,20 @@ ROOMS = {
     # Of a model they only use what `decoding` names.
     "evaluation": {"torch", "fairseq_fwp.decoding", "fairseq_fwp.modules.onednn"},
     "tasks": BASE | {"fairseq_fwp.decoding"},
-    "distillation": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.evaluation", "fairseq_fwp.modules", "fairseq_fwp.ops"},
+    "distillation": BASE
+    | {f"fairseq_fwp.{room}" for room in ("decoding", "evaluation", "modules", "ops", "pretrained")},
+    "pretrained": BASE | {"fairseq_fwp.models", "fairseq_fwp.ops", "fairseq_fwp.patches", "safetensors"},
     "synthetic": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
-    "convert": BASE | PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches"},
-    "pretrained": BASE | {"fairseq_fwp.convert", "fairseq_fwp.models"},
+    "convert": BASE | PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches", "fairseq_fwp.pretrained"},
+    "linearize": BASE | ABOVE | {"fairseq_fwp.convert", "fairseq_fwp.evaluation"},
+    "export": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
     "cli": PEOPLE | HARNESS | {"fairseq_fwp"},
 }
 
 # Recipes are numbers and shell: their scripts call the commands. Benchmarks time what lies below them,
 # and a plug-in adds to its tables.
 RECIPES = {"fairseq_fwp.cli", "fairseq_fwp.interop"}
-PLUGIN = {"fairseq_fwp.ops", "fairseq_fwp.modules", "fairseq_fwp.convert"}
+PLUGIN = {"fairseq_fwp.ops", "fairseq_fwp.modules", "fairseq_fwp.linearize"}
 BENCHMARKS = RECIPES | {f"fairseq_fwp.{room}" for room in ("kernels", "ops", "modules", "models", "evaluation")}
 
 
@@ -77,7 +81,8 @@ def faults(root: Path) -> list[str]:
                 found.append(f"{file.relative_to(root)}:{line} imports {name}")
 
     for file in sorted(root.glob("fairseq_fwp/**/*.py")):
-        room = file.relative_to(root).parts[1].removesuffix(".py")
+        inside = ".".join(file.relative_to(root).with_suffix("").parts[1:])
+        room = inside if inside in ROOMS else inside.split(".")[0]
         if room not in ROOMS:
             found.append(f"{file.relative_to(root)} lies in no room of the table")
             continue
@@ -109,7 +114,7 @@ def test_no_circle_of_imports():
 def test_the_page_names_every_room():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?) \|", page.split("## A layer")[0], re.MULTILINE)
-    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == ROOMS.keys() - {"__init__"}
+    assert {name for row in rows for name in re.findall(r"`([\w.]+)`", row)} == ROOMS.keys() - {"__init__"}
 
 
 def test_kernels_are_free_of_torch():

@@ -20,20 +20,23 @@ import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging, write_whole
 from fairseq_fwp.fast_weight_layer.initialization import read_moments
 from fairseq_fwp.fast_weight_layer.model import add_layer
+from fairseq_fwp.pretrained import read
 
 
 def run(args: Namespace) -> None:
     """Add the layer as the arguments say, and print what was written."""
     if args.out.exists():
         raise ValueError(f"--out must be a new file, got {args.out}, which exists: give another name, or remove it")
-    base, task, cfg = loading.load_model(args.path, args.data, {})
+    checkpoint = read(args.path)
+    base, task = loading.load_model(checkpoint, args.data)
+    cfg = checkpoint.cfg
     model, settings = add_layer(base, cfg.model, loading.architecture(cfg), task, args.fwl_hidden_dim)
     text = loading.load_text(task, args.data, "train", task.source_dictionary.eos())
     carry = bool(getattr(cfg.task, "carry_state", False))
     model.decoder.fast_weight_layer.whiten(*read_moments(model, text.tokens, args.tokens, carry))
-    state = loading.load_state(args.path)
-    state["cfg"] = OmegaConf.to_container(OmegaConf.merge(state["cfg"], {"model": settings}), enum_to_str=True)
-    state |= {"args": None, "model": model.state_dict(), "last_optimizer_state": None}
+    original = read(args.path)  # its settings still name the data of the training
+    settings_of_all = OmegaConf.to_container(OmegaConf.merge(original.cfg, {"model": settings}), enum_to_str=True)
+    state = original.saved | {"cfg": settings_of_all, "model": model.state_dict(), "last_optimizer_state": None}
 
     def save(path: Path) -> None:
         with path.open("wb") as file:  # of a path, PyTorch's error lacks the system's reason

@@ -2,8 +2,7 @@
 
     fwp-convert --source schlag-lm state_dict.pt --vocabulary words.txt --out converted --attn_type 24 --n_head 8 ...
     fwp-convert --source fairseq-lm adaptive_lm_wiki103.v2/model.pt --out converted
-    fwp-convert --source gpt2 FOLDER --out recurrent --decoder-update-rule decay --state-size 32
-    fwp-convert --source fairseq-mt transformer.pt --vocabulary DATA --out linear --encoder-feature-map elu ...
+    fwp-convert --source gpt2 FOLDER --out recurrent --decoder-update-rule decay --state-size 32 ...
     fwp-convert --source fla FOLDER --out converted
     fwp-convert --source fwp-lm checkpoints/checkpoint_best.pt --vocabulary converted/dict.txt --to fla --out FOLDER
 
@@ -25,38 +24,29 @@ flags that fairseq-train --restore-file or --finetune-from-model needs. With --t
 model.safetensors and dict.txt, which fairseq_fwp.load reads; with --to fla the first two, as flash-linear-attention and
 transformers read them.
 
-With --decoder-update-rule another attention replaces softmax, initialised as in Mao 2022; in translation each of the
-three attentions that is named. It needs fine-tuning, or distillation from the old one (fwp_distillation). Its flags are
-those of fairseq-train; for translation see fwp-convert --source fairseq-mt --help. Unless they are given, it has the
-identity as feature map, no normalisation and as many heads as the source.
+With flags of a new attention, such as --decoder-update-rule, the model is linearised too: see fwp-linearize.
 """
 
 import argparse
-import sys
-from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairseq.models import ARCH_MODEL_REGISTRY
-
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import make_parser, one_sentence, start_logging
-from fairseq_fwp.cli.loading import import_plugin
+from fairseq_fwp.cli.linearize import add_attention_flags, import_named_plugin, read_attention
+from fairseq_fwp.cli.linearize import report as report_checkpoint
 from fairseq_fwp.convert import SOURCES, TARGETS
-from fairseq_fwp.convert.checkpoint import CHECKPOINT, FLAGS, check, dictionaries
+from fairseq_fwp.convert.checkpoint import check
 from fairseq_fwp.convert.conversion import Conversion, Options
-from fairseq_fwp.convert.folder import CONFIG, WEIGHTS
-from fairseq_fwp.convert.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
-from fairseq_fwp.convert.vocabulary import DICTIONARY
-from fairseq_fwp.options import Settings
+from fairseq_fwp.linearize import linearize
+from fairseq_fwp.pretrained.dictionary import DICTIONARY
+from fairseq_fwp.pretrained.folder import CONFIG, WEIGHTS
 
 OPTIONS = {name: option for source in SOURCES.values() for name, option in source.options.items()}
-# The arguments that are neither such options of a training script nor of the new attention.
-OWN = ("checkpoint", "source", "to", "vocabulary", "out", "user_dir")
 
 
-def parser(source: str = "fwp-lm") -> argparse.ArgumentParser:
-    """The arguments of the command, of the training script of every source, and of the model of one source."""
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the command; a plug-in that adds rules and maps must be imported before."""
     made = make_parser(__doc__)
     add = made.add_argument
     add("--user-dir", metavar="DIR", help="a plug-in that adds rules and maps")
@@ -66,60 +56,30 @@ def parser(source: str = "fwp-lm") -> argparse.ArgumentParser:
     words = "a vocabulary of one word a line, a dict.txt, or a folder of dictionaries"
     add("--vocabulary", type=Path, metavar="FILE", help=words)
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the results")
-    for title, options in (
-        ("how another attention replaces softmax (Mao 2022)", METHOD),
-        ("options of the training script", OPTIONS),
-    ):
-        group = made.add_argument_group(title)
-        for name, (kind, text, metavar) in options.items():
-            if kind is bool:  # None if it is not given
-                group.add_argument(f"--{name}", action="store_true", default=None, help=text)
-            else:
-                group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-    arch = SOURCES.get(source, SOURCES["fwp-lm"]).arch
-    attention = made.add_argument_group(f"the new attention: flags of {arch}", argument_default=SUPPRESS)
-    ARCH_MODEL_REGISTRY[arch].add_args(attention)
-    for action in attention._group_actions:
-        if action.dest not in ATTENTION_OPTIONS[arch]:  # linearize.check_options refuses these
-            action.help = SUPPRESS
+    group = made.add_argument_group("options of the training script")
+    for name, (kind, text, metavar) in OPTIONS.items():
+        if kind is bool:  # None if it is not given
+            group.add_argument(f"--{name}", action="store_true", default=None, help=text)
+        else:
+            group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    add_attention_flags(made)
     return made
-
-
-def read_attention(made: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Settings, Method] | None:
-    """Return the options of the new attention and how it is made, None = softmax stays. Exits where they conflict."""
-    given = {name: value for name, value in vars(args).items() if name not in (*OWN, *OPTIONS, *Method._fields)}
-    method = Method(*(getattr(args, name) for name in Method._fields))
-    if not given and method == Method():
-        return None
-    try:
-        check_options(SOURCES[args.source].arch, given, method)
-    except ValueError as error:
-        made.error(str(error))
-    return given, method
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     start_logging()
-    # These two say which others there are: a plug-in adds rules and maps, and a source has a model.
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--user-dir", "--source"):
-        first.add_argument(flag)
-    known, _ = first.parse_known_args(arguments)
-    try:
-        import_plugin(known.user_dir)
-    except ValueError as error:
-        sys.exit(f"fwp-convert: {error}")
-    made = parser(known.source)
+    import_named_plugin("fwp-convert", arguments)
+    made = parser()
     args = made.parse_args(arguments)
     source = SOURCES[args.source]
-    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
-    for name in given.keys() - source.options.keys():
+    options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    for name in options.keys() - source.options.keys():
         made.error(f"--{name} cannot be used with --source {args.source}: leave it out")
-    attention = read_attention(made, args)
+    attention = read_attention(source.arch, made, args)
     with one_sentence("fwp-convert"):
         tensors, saved = source.read(args.checkpoint)
         words = source.words(args.checkpoint, args.vocabulary)
-        conversion = source.convert(tensors, words, Options({**saved, **given}))
+        conversion = source.convert(tensors, words, Options({**saved, **options}))
         if attention is not None:
             check(conversion)
             conversion = linearize(conversion, *attention)
@@ -130,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def report(args: argparse.Namespace, conversion: Conversion) -> None:
     """Print what was written."""
     if args.to == "fairseq":
-        files = ", ".join([str(args.out / CHECKPOINT), *dictionaries(conversion)])
-        print(f"wrote {files} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
-    elif args.to == "safetensors":
+        report_checkpoint(conversion, args.out)
+        return
+    if args.to == "safetensors":
         print(f"wrote {args.out / CONFIG}, {WEIGHTS} and {DICTIONARY}; fairseq_fwp.load reads the folder")
     else:
         print(f"wrote {args.out / CONFIG} and {WEIGHTS}; the tokenizer's files are those of the source")

@@ -33,6 +33,7 @@ from fairseq_fwp.cli.loading import load_text, non_negative, positive
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
 from fairseq_fwp.evaluation.dynamic import KINDS
 from fairseq_fwp.options import Settings
+from fairseq_fwp.pretrained import read
 from fairseq_fwp.tasks.text import BLANK_LINE
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,9 @@ def read_protocol(args: Namespace, model: FairseqLanguageModel, task: FairseqTas
 def run(args: Namespace) -> None:
     """Run the evaluation that the arguments describe; print its result and write its files."""
     loading.import_plugin(args.user_dir)
-    model, task, cfg = loading.load_model(args.path, args.data, args.model_overrides)
+    checkpoint = read(args.path)
+    model, task = loading.load_model(checkpoint, args.data, args.model_overrides)
+    cfg = checkpoint.cfg
     protocol = read_protocol(args, model, cfg.task)
     dictionary = task.source_dictionary
     first = dictionary.bos() if getattr(cfg.task, "add_bos_token", False) else dictionary.eos()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils
+from fairseq import tasks
 from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.models import ARCH_MODEL_REGISTRY, BaseFairseqModel
 from fairseq.modules import LearnedPositionalEmbedding
@@ -29,10 +29,11 @@ from torch import Tensor
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging
 from fairseq_fwp.convert.checkpoint import new_folder
-from fairseq_fwp.interop.onnx import OPSET, Entry, to_onnx, translation_to_onnx
+from fairseq_fwp.export.onnx import OPSET, Entry, to_onnx, translation_to_onnx
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.modules.positions import LearnedPositions
+from fairseq_fwp.pretrained import read
 
 TOLERANCE = 1e-3  # of log-probabilities in float32; differences are about 1e-5
 # Operators on matrices. ONNX Runtime's tool takes also ONNX's Attention, for another operator of that name.
@@ -92,19 +93,23 @@ def run(args: Namespace) -> None:
 
 def load(path: str, data: str) -> tuple[BaseFairseqModel, FairseqTask]:
     """Return the model of a checkpoint, in evaluation mode, and its task. Raises ValueError for one without a form."""
-    state = loading.load_state(path)
-    if ARCH_MODEL_REGISTRY.get(loading.architecture(state["cfg"])) is FwpTransformerModel:
-        state["args"] = None  # checkpoints of an earlier fairseq have both
-        overwrite_args_by_name(state["cfg"], {"data": data})
-        (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)
+    checkpoint = read(path)
+    if ARCH_MODEL_REGISTRY.get(checkpoint.arch) is FwpTransformerModel:
+        overwrite_args_by_name(checkpoint.cfg, {"data": data})
+        task = tasks.setup_task(checkpoint.cfg.task, from_checkpoint=True)
+        model = checkpoint.build(task)
         if model.decoder.cfg.no_cross_attention or model.decoder.cross_self_attention:
-            asked = "trained without --no-cross-attention and --cross-self-attention"
-            raise ValueError(f"{path} must be {asked}: it has no other form in ONNX")
+            raise ValueError(
+                f"{path} must be trained without --no-cross-attention and --cross-self-attention: it has no other form "
+                "in ONNX"
+            )
     else:
-        model, task, _ = loading.load_model(path, data, {}, state)
+        model, task = loading.load_model(checkpoint, data)
         if not isinstance(model, FwpLanguageModel):
-            expected = "must be an fwp_lm or fwp_transformer"
-            raise ValueError(f"{path} {expected}, got {type(model).__name__}: its states have no form in ONNX")
+            raise ValueError(
+                f"{path} must be an fwp_lm or fwp_transformer, got {type(model).__name__}: its states have no form in "
+                "ONNX"
+            )
     return model.float().eval(), task
 
 

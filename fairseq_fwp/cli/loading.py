@@ -5,14 +5,12 @@ import ast
 import dataclasses
 import math
 import os
-import pickle
 import textwrap
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import torch
-from fairseq import checkpoint_utils, tasks, utils
+from fairseq import tasks, utils
 from fairseq.data import data_utils
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import overwrite_args_by_name
@@ -24,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 import fairseq_fwp
 from fairseq_fwp.evaluation import Text
 from fairseq_fwp.options import Settings
+from fairseq_fwp.pretrained.checkpoint import Checkpoint
 from fairseq_fwp.tasks import text as texts
 
 
@@ -99,46 +98,29 @@ def import_plugin(folder: str | None) -> None:
 
 
 def load_model(
-    path: str, data: str, overrides: Settings, state: dict[str, Any] | None = None
-) -> tuple[FairseqLanguageModel, FairseqTask, FairseqConfig]:
-    """Load the language model of a checkpoint, its task and its configuration, or raise ValueError or OSError.
+    checkpoint: Checkpoint, data: str, overrides: Settings | None = None
+) -> tuple[FairseqLanguageModel, FairseqTask]:
+    """Return the language model of a checkpoint and its task, or raise ValueError or OSError.
 
-    state: of `load_state`, if the file has been read.
+    overrides: settings in place of the checkpoint's, which are written into its configuration.
     """
-    state = load_state(path) if state is None else state
-    cfg, state["args"] = state["cfg"], None  # checkpoints of an earlier fairseq have both
-    overwrite_args_by_name(cfg, {**read_overrides(path, cfg, overrides), "data": data})
-    if saved := getattr(state["model"], "saved", None):
-        state["model"].saved = saved._replace(overridden=bool(overrides))
+    path, cfg = checkpoint.path, checkpoint.cfg
+    replaced = {**read_overrides(path, cfg, overrides or {}), "data": data}
+    if overrides:
+        checkpoint.mark_overridden()
+    overwrite_args_by_name(cfg, replaced)
     check_kind(path, cfg)
     task = setup_task(cfg, data)
     if len(task.target_dictionary) != len(task.source_dictionary):
         raise ValueError(f"{path} must score every word, got training with --output-dictionary-size: train without it")
     try:
-        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
+        return checkpoint.build(task), task
     except RuntimeError as error:
         mismatch = textwrap.shorten(str(error).strip().splitlines()[-1], 200)
         words = f"{data}, a dictionary of {len(task.source_dictionary):,} words"
-        asked = "pass the data folder that it was trained on"
-        raise ValueError(f"{path} does not fit its settings or {words} ({mismatch}): {asked}") from error
-    return model, task, cfg
-
-
-def load_state(path: str) -> dict[str, Any]:
-    """Load a checkpoint of fairseq, with its settings as "cfg". Raises ValueError or OSError for any other file."""
-    if not os.path.isfile(path):
-        raise ValueError(f"there is no checkpoint {path}" + (": it is a folder" if os.path.isdir(path) else ""))
-    try:
-        state = checkpoint_utils.load_checkpoint_to_cpu(path)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(str(error).strip().splitlines()[0]) from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} must be a checkpoint of fairseq, got another file") from error
-    weights, cfg = state.get("model"), state.get("cfg") or {}
-    tensors = isinstance(weights, dict) and all(isinstance(weight, torch.Tensor) for weight in weights.values())
-    if not tensors or not {"model", "task"} <= cfg.keys():
-        raise ValueError(f"{path} must be a checkpoint of fairseq, got a file without a model or without its settings")
-    return state
+        raise ValueError(
+            f"{path} does not fit its settings or {words} ({mismatch}): pass the data folder that it was trained on"
+        ) from error
 
 
 def read_overrides(path: str, cfg: FairseqConfig, overrides: Settings) -> Settings:

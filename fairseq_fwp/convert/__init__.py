@@ -1,14 +1,15 @@
 """Checkpoints from elsewhere as fairseq's: one line of `SOURCES` each, and of `TARGETS` for the way back.
 
 See cli/convert.py.
-
-linearize.py replaces softmax attention by another attention.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.convert import checkpoint, conversion, fairseq, fla, folder, gpt2, schlag, transformer_xl
+from fairseq_fwp.pretrained.model import PretrainedModel
 
 SOURCES = {
     "schlag-lm": schlag.SOURCE,
@@ -26,4 +27,16 @@ TARGETS: dict[str, Callable[[conversion.Conversion, Path], None]] = {
     "fla": fla.write,
 }
 
-__all__ = ["SOURCES", "TARGETS"]
+
+def load(path: str | os.PathLike[str], dictionary: str | os.PathLike[str] | None, source: str) -> PretrainedModel:
+    """Load a language model that other code has trained, converted in memory: see `fairseq_fwp.load`."""
+    check(source in SOURCES, f"source must be one of {', '.join(SOURCES)}, got {source!r}")
+    kind = SOURCES[source]
+    tensors, settings = kind.read(Path(path))
+    words = kind.words(Path(path), None if dictionary is None else Path(dictionary))
+    converted = kind.convert(tensors, words, conversion.Options(settings))
+    check(isinstance(converted.words, list), f"{path} must be a language model, got {converted.arch}: translation")
+    return PretrainedModel(checkpoint.build(converted).float())
+
+
+__all__ = ["SOURCES", "TARGETS", "load"]

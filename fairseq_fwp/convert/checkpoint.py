@@ -1,14 +1,12 @@
 """Write a conversion as fairseq's checkpoint, dictionaries and flags, and build its model."""
 
 import os
-import pickle
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from fairseq import options
@@ -19,31 +17,15 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, BaseFairseqModel
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from fairseq_fwp.convert.conversion import Conversion
-from fairseq_fwp.convert.vocabulary import DICTIONARY
-from fairseq_fwp.ops.arguments import DTYPES
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 from fairseq_fwp.patches.training import system_reason
-
-# The seed of everything that is drawn: repeated conversions give the same model.
-SEED = 1
+from fairseq_fwp.pretrained.checkpoint import SEED, check_fit, fill
+from fairseq_fwp.pretrained.dictionary import DICTIONARY, make_dictionary
 
 CHECKPOINT, FLAGS = "checkpoint.pt", "flags.txt"
-
-
-def load(path: Path, export: str) -> Any:
-    """Load what torch.save wrote. Raises ValueError unless it holds plain data; `export` tells the user what to do."""
-    try:
-        return torch.load(path, map_location="cpu")
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
-        found = "must be a complete checkpoint, got a truncated or different file"
-        if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
-            found = f"holds pickled objects, which could run any code, next to its weights: {export}"
-        raise ValueError(f"{path} {found}") from error
 
 
 def write(conversion: Conversion, out: Path) -> None:
@@ -135,12 +117,10 @@ def configure(flags: list[str], data: Path) -> FairseqConfig:
 
 def dictionaries(conversion: Conversion) -> dict[str, Dictionary]:
     """Return fairseq's dictionaries by the names of their files, the source's first; counts are unknown, set to 1."""
-    words, found = conversion.words, dict[str, Dictionary]()
-    for language, known in words.items() if isinstance(words, dict) else [("", words)]:
-        dictionary = found[f"dict.{language}.txt" if language else DICTIONARY] = Dictionary()
-        for word in known:  # the same word may come again, or be a special symbol: fairseq then reads the last one
-            dictionary.add_symbol(word, overwrite=True)
-    return found
+    words = conversion.words
+    if isinstance(words, dict):
+        return {f"dict.{language}.txt": make_dictionary(of_language) for language, of_language in words.items()}
+    return {DICTIONARY: make_dictionary(words)}
 
 
 def make_task(conversion: Conversion) -> Namespace:
@@ -167,15 +147,7 @@ def build(conversion: Conversion, cfg: FairseqDataclass | None = None, task: Nam
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model: nn.Module = build_empty(conversion, cfg, task)
-    weights = conversion.weights
-    check_fit(model, weights)
-    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    model.to(reduce(torch.promote_types, {weights[name].dtype for name in weights.keys() & parameters.keys()}))
-    with torch.no_grad():
-        for name in weights.keys() & parameters.keys():
-            parameters[name].copy_(weights[name])
-    # A shared parameter now has the same value under all its names. Loading also masks absent words.
-    model.load_state_dict({**model.state_dict(), **{name: weights[name] for name in weights.keys() & buffers.keys()}})
+    fill(model, conversion.weights)
     return model
 
 
@@ -184,21 +156,3 @@ def check(conversion: Conversion) -> None:
     with torch.device("meta"):
         model = build_empty(conversion)
     check_fit(model, conversion.weights)
-
-
-def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Raise ValueError naming weights that are missing, too many, of another shape or integers."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    known = {**parameters, **dict(model.named_buffers())}
-    # A parameter that modules share has several names: one of them is enough.
-    given = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
-    faults = [f"{name} is missing" for name, parameter in model.named_parameters() if id(parameter) not in given]
-    for name, weight in weights.items():
-        if name not in known:
-            faults.append(f"{name} is not a weight of this model")
-        elif known[name].shape != weight.shape:
-            faults.append(f"{name} must be {tuple(known[name].shape)}, got {tuple(weight.shape)}")
-        elif name in parameters and weight.dtype not in DTYPES:
-            faults.append(f"{name} must be floating-point of 16 bits or more, got {weight.dtype}")
-    if faults:
-        raise ValueError(f"the weights do not fit the model that the options describe: {'; '.join(sorted(faults))}")

@@ -20,18 +20,16 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from torch import Tensor
 
-from fairseq_fwp.convert import checkpoint, folder, vocabulary
+from fairseq_fwp.convert.checkpoint import make_task
 from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, Tensors
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.options import Settings
-from fairseq_fwp.patches.checkpoints import KEY, other_words, take_fingerprints
-
-EXPORT = (
-    "export what is needed with: python -c \"import torch; s = torch.load('model.pt', 'cpu', weights_only=False); "
-    "torch.save({name: s.get(name) for name in ('args', 'cfg', 'model')}, 'exported.pt')\""
-)
+from fairseq_fwp.patches.checkpoints import KEY
+from fairseq_fwp.pretrained import OF_TASK, read_ours
+from fairseq_fwp.pretrained.checkpoint import read as read_checkpoint
+from fairseq_fwp.pretrained.dictionary import check_words, dictionary_words, read_words
 
 # Settings of fairseq that have no counterpart here.
 REFUSED = {
@@ -62,10 +60,7 @@ NAMES = {
     r"decoder\.(output_projection\.weight|embed_out)$": "decoder.adaptive_softmax.words.weight",
 }
 
-# The language models of this package.
-OURS = ("fwp_lm", "fwp_xl_lm", "fwp_fwl_lm")
-# Settings of the task that a language model reads.
-OF_TASK = ("tokens_per_sample", "max_target_positions", "add_bos_token")
+TRANSLATION_MODELS = ("transformer", "fwp_transformer")
 # The languages of translation.
 LANGUAGES = ("source_lang", "target_lang")
 
@@ -74,30 +69,10 @@ def read(
     path: Path, models: Sequence[str], defaults: FairseqDataclass | None = None
 ) -> tuple[dict[str, Tensor], Settings]:
     """Return the weights of one of these models, and its settings with defaults. Raises ValueError for other files."""
-    loaded, found = checkpoint.load(path, EXPORT), ""
-    state: Any = loaded if isinstance(loaded, dict) else {}
-    weights, settings, cfg = (state.get(name) for name in ("model", "args", "cfg"))
-    of_model = cfg.get("model") if isinstance(cfg, dict) else None
-    if isinstance(settings, Namespace):
-        settings = vars(settings)
-    elif isinstance(of_model, dict | Namespace):
-        settings = {**(cfg.get("task") or {}), **(vars(of_model) if isinstance(of_model, Namespace) else of_model)}
-    if not isinstance(weights, dict):
-        found = "a file without a model"
-    elif not all(isinstance(weight, Tensor) for weight in weights.values()):
-        found = "a model with objects that are not tensors"
-    elif not isinstance(settings, dict):
-        found = "a file without the settings of its model"
-    if found:
-        raise ValueError(f"{path} must be a checkpoint of fairseq, got {found}")
-    name = str(settings.get("arch") or settings.get("_name"))
-    if ARCH_MODEL_NAME_REGISTRY.get(name, name) not in models:
-        expected = " or ".join(models)
-        raise ValueError(f"the architecture in {path} must be {expected}, got {name!r}: choose another --source")
+    checkpoint = read_checkpoint(path)
+    checkpoint.check_model(models)
     known = {key: value for key, value in vars(defaults).items() if not str(value).startswith("${")} if defaults else {}
-    given = {key: value for key, value in settings.items() if value is not None}
-    words = take_fingerprints(dict(of_task)) if isinstance(of_task := state.get("task_state"), dict) else {}
-    return weights, {**known, **given, "arch": name, KEY: words}
+    return checkpoint.weights, {**known, **checkpoint.options}
 
 
 def without_marks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,8 +96,7 @@ def check_vocabulary(tensors: Mapping[str, Tensor], words: int, side: str, said:
 
 def with_same_words(conversion: Conversion, options: Options) -> Conversion:
     """Return the conversion. Raises ValueError if the training had other words, where the checkpoint tells them."""
-    if words := other_words(checkpoint.make_task(conversion), options.get(KEY, {})):
-        raise ValueError(f"the vocabulary must be {words}: give the dict.txt of the training with --vocabulary")
+    check_words(make_task(conversion), options.get(KEY, {}))
     return conversion
 
 
@@ -210,16 +184,6 @@ def adaptive_flags(tensors: Tensors, options: Options, words: int) -> Settings:
     }
 
 
-def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:
-    """Return the weights and flags of a language model, from a checkpoint or a folder of `folder.write_model`."""
-    if not path.is_dir():
-        return read(path, OURS)
-    weights, config = folder.read(path, "this package", ["vocab_size"])
-    if (arch := config.get("model_type")) not in OURS:
-        raise ValueError(f"model_type in {path / folder.CONFIG} must be {' or '.join(OURS)}, got {arch!r}")
-    return weights, {**config, "arch": arch, KEY: take_fingerprints(config)}
-
-
 def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     arch = ARCH_MODEL_NAME_REGISTRY.get(options["arch"], options["arch"])
     known = {name: value for name, value in asdict(ARCH_MODEL_REGISTRY[arch].config()).items() if name not in OF_TASK}
@@ -232,7 +196,7 @@ def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> C
 def words_of_languages(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
     """The words of every language that has a dict.LANGUAGE.txt in the given folder, or else next to the checkpoint."""
     folder = given or checkpoint.parent
-    found = {path.name.split(".")[1]: vocabulary.read_dictionary(path) for path in sorted(folder.glob("dict.*.txt"))}
+    found = {path.name.split(".")[1]: read_words(path) for path in sorted(folder.glob("dict.*.txt"))}
     if not found:
         raise ValueError(f"{folder} must hold dict.LANGUAGE.txt: give the folder of the training with --vocabulary")
     return found
@@ -279,12 +243,12 @@ LM = Source(
     {},
     partial(read, models=["transformer_lm"], defaults=TransformerLanguageModelConfig()),
     convert_lm,
-    vocabulary.dictionary_words,
+    dictionary_words,
 )
-FWP_LM = Source({}, read_ours, keep, vocabulary.dictionary_words)
+FWP_LM = Source({}, read_ours, keep, dictionary_words)
 TRANSLATION = Source(
     {name: Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES},
-    partial(read, models=["transformer", "fwp_transformer"]),
+    partial(read, models=TRANSLATION_MODELS),
     keep_translation,
     words_of_languages,
     "fwp_transformer",

@@ -18,12 +18,13 @@ from torch import Tensor
 from fairseq_fwp.convert import folder
 from fairseq_fwp.convert.checkpoint import check
 from fairseq_fwp.convert.conversion import Conversion, Options, Source, Tensors
-from fairseq_fwp.convert.folder import CONFIG
 from fairseq_fwp.convert.vocabulary import arrange
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import MODERN, RWKV7
 from fairseq_fwp.options import Settings
+from fairseq_fwp.pretrained.folder import CONFIG
+from fairseq_fwp.pretrained.folder import read as read_folder
 
 NAME = "flash-linear-attention"
 # Settings that config.json must have, and defaults of those that it may leave out.
@@ -125,7 +126,7 @@ class Sizes(NamedTuple):
 
 def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
-    return folder.read(path, NAME, REQUIRED)
+    return read_folder(path, NAME, REQUIRED)
 
 
 def complete(config: Settings) -> Settings:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fairseq_fwp.convert import folder
 from fairseq_fwp.convert.conversion import Conversion, Options, Source, Tensors
-from fairseq_fwp.convert.folder import CONFIG
 from fairseq_fwp.convert.vocabulary import arrange
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.options import Settings
+from fairseq_fwp.pretrained.folder import CONFIG
+from fairseq_fwp.pretrained.folder import read as read_folder
 
 NAME = "GPT-2"
 
@@ -69,7 +70,7 @@ MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 
 def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
-    tensors, config = folder.read(path, NAME, SIZES)
+    tensors, config = read_folder(path, NAME, SIZES)
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, {**DEFAULTS, **config}
 
 

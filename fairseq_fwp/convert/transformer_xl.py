@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fairseq_fwp.convert import checkpoint, tensorflow_xl, vocabulary
+from fairseq_fwp.convert import tensorflow_xl, vocabulary
 from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, Tensors
 from fairseq_fwp.convert.vocabulary import Vocabulary
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.options import Settings
+from fairseq_fwp.pretrained.checkpoint import unpickle
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
@@ -65,7 +66,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
 
 def read_state_dict(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """A state dict, and the options of its training. Raises ValueError for any other file."""
-    loaded = checkpoint.load(path, EXPORT)
+    loaded = unpickle(path, EXPORT)
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(f"{path} must be a state dict of named tensors, got other objects: {EXPORT}")
     return loaded, read_saved(path.parent)

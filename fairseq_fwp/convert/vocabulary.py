@@ -7,8 +7,6 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-DICTIONARY = "dict.txt"
-
 # Names for the end of a line and for unknown words; the first one in a vocabulary counts. <S> and <UNK> are LM1B's.
 END_OF_LINE = ("</s>", "<eos>", "<S>")
 UNKNOWN = ("<unk>", "<UNK>")
@@ -87,22 +85,3 @@ def given_words(checkpoint: Path, given: Path | None) -> list[str]:
         if not line.strip():
             raise ValueError(f"line {number} of the vocabulary {given} must hold a word, got an empty line")
     return [line.split()[0] for line in lines]
-
-
-def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
-    """Return the words of a checkpoint of fairseq: from the given dict.txt or folder, or else the one next to it."""
-    path = given or (checkpoint if checkpoint.is_dir() else checkpoint.parent)
-    path = path / DICTIONARY if path.is_dir() else path
-    if given is None and not path.exists():
-        raise ValueError(f"{path} does not exist: give the dict.txt of the training with --vocabulary")
-    return read_dictionary(path)
-
-
-def read_dictionary(path: Path) -> list[str]:
-    """Return the words of fairseq's dict.txt, without its specials. Raises ValueError for any other file."""
-    try:
-        dictionary = Dictionary.load(str(path))
-    except Exception as error:  # fairseq raises a plain Exception for another encoding
-        raise ValueError(f"the dictionary {path} cannot be read: {' '.join(str(error).split())}") from error
-    words: list[str] = dictionary.symbols[dictionary.nspecial :]
-    return words

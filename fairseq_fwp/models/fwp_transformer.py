@@ -164,11 +164,9 @@ class FwpTransformerEncoder(TransformerEncoderBase):
 
     readers: the decoder's linear attentions to the source. In generation the encoder returns their states instead of a
     vector for every token, so that the cost of a hypothesis is independent of the length of the source.
-    memory_type: of these states.
     """
 
     readers: tuple[SequenceAttention, ...] = ()
-    memory_type = SourceMemory
 
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
         return wrap(FwpEncoderLayer(cfg, return_fc=self.return_fc), cfg)
@@ -178,7 +176,7 @@ class FwpTransformerEncoder(TransformerEncoderBase):
         if not self.readers:
             return out
         source, padding = out["encoder_out"][0].transpose(0, 1), out["encoder_padding_mask"][0]
-        memory = self.memory_type({reader: reader.summarize(source, padding) for reader in self.readers})
+        memory = SourceMemory({reader: reader.summarize(source, padding) for reader in self.readers})
         return {name: [memory] if name == "encoder_out" else [] for name in out}
 
     def reorder_encoder_out(self, encoder_out: dict[str, list[Any]], new_order: Tensor) -> dict[str, list[Any]]:

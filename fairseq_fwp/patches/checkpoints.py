@@ -77,10 +77,15 @@ def keep_saved_options(load, path, arg_overrides=None, *args, **kwargs):
     """Give a model the options of its training: with other options, weights load too, but compute something else."""
     state = load(path, arg_overrides, *args, **kwargs)
     trained = load(path, None, *args, **kwargs) if arg_overrides else state
-    options = getattr(trained.get("cfg"), "model", None)
-    if options is not None and isinstance(state.get("model"), OrderedDict):
-        state["model"].saved = Saved(path, plain(options), bool(arg_overrides))
+    remember_options(state, trained.get("cfg"), path, bool(arg_overrides))
     return state
+
+
+def remember_options(state: dict[str, Any], cfg: Any, path: str, overridden: bool = False) -> None:
+    """Attach the options of the training to the weights of a checkpoint, where the model's loading looks for them."""
+    options = getattr(cfg, "model", None)
+    if options is not None and isinstance(state.get("model"), OrderedDict):
+        state["model"].saved = Saved(path, plain(options), overridden)
 
 
 @patch("fairseq.checkpoint_utils.load_checkpoint")

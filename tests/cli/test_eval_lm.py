@@ -68,7 +68,8 @@ def test_the_text_begins_with_the_token_of_the_training(of_task, first):
 
     with pytest.MonkeyPatch.context() as patch:
         task = SimpleNamespace(source_dictionary=dictionary)
-        patch.setattr(eval_lm.loading, "load_model", lambda *given: (model, task, cfg))
+        patch.setattr(eval_lm, "read", lambda path: SimpleNamespace(cfg=cfg))
+        patch.setattr(eval_lm.loading, "load_model", lambda *given: (model, task))
         patch.setattr(eval_lm, "load_text", load_text)
         with pytest.raises(ValueError, match="that is all"):
             eval_lm.run(eval_lm.parser().parse_args(["data", "--path", "x"]))
@@ -238,10 +239,10 @@ def test_from_the_command_line(folder, tmp_path):
 
 # checkpoint, data, further arguments
 REFUSALS = {
-    "no checkpoint there": (["none.pt", "data"], r"there is no checkpoint .*none\.pt$"),
-    "a folder for a checkpoint": ([".", "data"], r"there is no checkpoint .*: it is a folder"),
+    "no checkpoint there": (["none.pt", "data"], r"the checkpoint .*none\.pt cannot be read: No such file"),
+    "a folder for a checkpoint": ([".", "data"], r"the checkpoint .* cannot be read: Is a directory"),
     "a list for weights": (["list.pt", "data"], r"list\.pt must be a checkpoint of fairseq, got .* a model"),
-    "other settings": (["settings.pt", "data"], r"settings\.pt must be a checkpoint of fairseq, got .* its settings"),
+    "other settings": (["settings.pt", "data"], r"settings\.pt must be a checkpoint of fairseq, got .* the settings"),
     "diverged": (["diverged.pt", "data"], r"probabilities must be above 0, got nan for the token '\w+': the model"),
     "impossible": (["impossible.pt", "data"], r"probabilities must be above 0, got 0 for the token '</s>': the model"),
     "padding": (["delta.pt", "padded"], r"words in \S+test.bin must not be <pad>, .*, got 1 of them: remove"),

@@ -34,7 +34,7 @@ from support.small_text import prepare_random_text, preprocess, train_model
 
 from fairseq_fwp.cli import eval_lm, export
 from fairseq_fwp.convert import checkpoint, conversion
-from fairseq_fwp.interop.onnx import to_onnx, translation_to_onnx
+from fairseq_fwp.export.onnx import to_onnx, translation_to_onnx
 
 pytest.importorskip("onnxruntime")
 GENERATE = Path(__file__).parents[2] / "recipes/onnx/generate.py"
@@ -370,12 +370,20 @@ def test_refusals(folder, tmp_path, monkeypatch):
     refused(export.main, folder / "data", "--path", path, "--out", tmp_path, says=says)
     xl = folder / "fwp_xl_lm/checkpoint_last.pt"
     refused(export.main, folder / "data", "--path", xl, "--out", tmp_path / "new", says="must be an fwp_lm or fwp_tr")
-    refused(export.main, folder / "data", "--path", tmp_path / "no.pt", "--out", tmp_path / "new", says="no checkpoint")
+    refused(
+        export.main,
+        folder / "data",
+        "--path",
+        tmp_path / "no.pt",
+        "--out",
+        tmp_path / "new",
+        says="cannot be read: No such",
+    )
     refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "no/new", says="in a folder that exists")
     model, task = build_model("softmax_lm_wt103"), Namespace(target_dictionary=make_dictionary(50))
     model.decoder.layers[0].fc1.forward = lambda x: x * float(x.sum())
     with monkeypatch.context() as change:
-        change.setattr(export.loading, "load_model", lambda *_: (model, task, None))
+        change.setattr(export.loading, "load_model", lambda *_: (model, task))
         says = "a part without a form"
         refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says=says)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)

@@ -23,7 +23,7 @@ from support.refusals import refused
 from support.small_text import SIZE, prepare_random_text, train_model
 
 from fairseq_fwp.cli import harness
-from fairseq_fwp.cli.harness import Harness, Numbers, Words
+from fairseq_fwp.interop.harness import Harness, Numbers, Words, find_device
 
 KINDS = ("gated_delta_lm_wt103", "fwp_xl_lm", "fwp_fwl_lm")
 LEARNED = "softmax_lm_wt103"  # with learned positions
@@ -310,7 +310,7 @@ def test_refusals(folder, monkeypatch):
         "batch_size must be a whole number above 0, got auto": lambda: load(folder, batch_size="auto"),
         "max_length must be a whole number above 0, got -1.0": lambda: load(folder, max_length=-1.0),
         "max_length must be a whole number above 0, got 0": lambda: load(folder, max_length=0),
-        "device must be cpu or cuda, got 'gpu'": lambda: harness.find_device("gpu"),
+        "device must be cpu or cuda, got 'gpu'": lambda: find_device("gpu"),
         "--apply_chat_template must be left out": lambda: load(folder).tokenizer_name,
         "a text must not have the word <pad>": lambda: load(folder).tok_encode("w1 <pad>"),
         "at most max_length = 16 tokens, got 20": lambda: load(folder).loglikelihood(asked(("w1", " w2" * 20))),

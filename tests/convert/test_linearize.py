@@ -12,16 +12,18 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf
 from support.attentions import rule_inputs
 from support.pairwise import looped
+from support.refusals import refused
 from support.small_models import make_dictionary
 
+from fairseq_fwp.cli.linearize import main as fwp_linearize
 from fairseq_fwp.convert import checkpoint
 from fairseq_fwp.convert.conversion import Conversion
-from fairseq_fwp.convert.linearize import SCORE_SCALE, WITHOUT_WEIGHTS, Method, fewer_features, linearize, read_text
+from fairseq_fwp.linearize import SCORE_SCALE, WITHOUT_WEIGHTS, Method, fewer_features, linearize, read_text
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from tests.convert.conftest import Command
+from tests.convert.conftest import Command, load
 
 DIM, HEADS, HEAD, LENGTH = 16, 2, 8, 12
 # Of scores without a map.
@@ -354,6 +356,23 @@ def test_the_command_writes_the_converted_model(biases, tmp_path_factory):
     assert [layer.weights.shape for layer in recurrent(tokens)[1]["state"].layers] == 2 * [(2, HEADS, 4, HEAD)]
     command.path = command.out.rename(command.out.with_name("decay")) / "checkpoint.pt"
     command.refuses("attention over all past tokens, got a model without it", *DECAY)
+
+
+def test_fwp_linearize_does_the_same_with_a_trained_model(source, tmp_path, capsys):
+    command = save(source, tmp_path)
+    expected, _ = command.convert(*DECAY)
+    out, tokens = tmp_path / "linear", torch.randint(4, 50, (2, LENGTH))
+    capsys.readouterr()
+    fwp_linearize([*map(str, [command.path, "--out", out, *DECAY])])
+    assert capsys.readouterr().out.startswith(f"wrote {out}/checkpoint.pt, dict.txt and flags.txt: --task language_mo")
+    assert (out / "flags.txt").read_text() == (command.out / "flags.txt").read_text()
+    assert torch.equal(load(out)[0](tokens)[0], expected(tokens)[0])
+    for says, path, *flags in (
+        ("flags of the new attention must be given, .*, got none", command.path),
+        ("checkpoint .*none.pt cannot be read", tmp_path / "none.pt", *DECAY),
+        ("--encoder-feature-map must be left out: only options", command.path, "--encoder-feature-map", "elu"),
+    ):
+        refused(fwp_linearize, path, "--out", tmp_path / "new", *flags, says=says, out=tmp_path / "new")
 
 
 # flags, the number of features, one that the converted model has

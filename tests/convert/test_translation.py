@@ -10,10 +10,11 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from support.pairwise import looped
 
+from fairseq_fwp.cli.linearize import main as fwp_linearize
 from fairseq_fwp.convert import SOURCES
 from fairseq_fwp.convert.checkpoint import make_task
 from fairseq_fwp.convert.conversion import Options
-from fairseq_fwp.convert.linearize import Method, linearize
+from fairseq_fwp.linearize import Method, linearize
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention
 from fairseq_fwp.modules.attention import LinearAttention
@@ -184,6 +185,14 @@ def test_every_rule_gives_finite_logits(saved, rule):
     assert kinds(model) == {"decoder"} and logits(model, batch()).isfinite().all()
 
 
+def test_fwp_linearize_finds_that_it_is_translation(saved):
+    flags, out = ["--encoder-feature-map", "elu", "--cross-feature-map", "elu"], saved.out.with_name("linear")
+    saved.write(*flags)
+    fwp_linearize([str(saved.path), "--out", str(out), *flags])
+    weights, expected = (torch.load(folder / "checkpoint.pt")["model"] for folder in (out, saved.out))
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
 # fmt: off
 REFUSALS = [
     ("--encoder-feature-map dpfp --state-size 24", "--state-size must be 16 for the map dpfp, got 24"),
@@ -193,12 +202,12 @@ REFUSALS = [
     ("--encoder-feature-map elu --state-size 4", "--state-size must be 8 for the map elu, got 4"),
     # Before anything is read.
     ("--decoder-update-rule decay --decay-spans 4", "--decay-spans must be left out for translation"),
-    ("--cross-feature-map elu --attention-window 4", "unrecognized arguments: --attention-window 4"),
+    ("--cross-feature-map elu --attention-window 4", "--attention-window must be left out: only options"),
     ("--cross-feature-map elu --decoder-attention-heads 1", "--decoder-attention-heads must be left out: only opt"),
     ("--cross-feature-map elu --attention-normalization", "--decoder-update-rule must be given with --attention-n"),
     ("--encoder-feature-map softmax --state-size 4", "--decoder-update-rule must be other than softmax, got"),
-    ("--source gpt2 --cross-feature-map elu", "unrecognized arguments: --cross-feature-map elu"),
-    ("--source gpt2 --decoder-update-rule sum --no-scale-embedding", "--no-scale-embedding must be left out"),
+    ("--source gpt2 --cross-feature-map elu", "--cross-feature-map must be left out: only options"),
+    ("--source gpt2 --decoder-update-rule sum --no-scale-embedding", "unrecognized arguments: --no-scale-embedding"),
 ]
 # fmt: on
 

@@ -15,7 +15,16 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [ROOT / ".ci/run", *sorted(ROOT.glob("tests/*.sh")), *sorted(ROOT.glob("recipes/**/*.sh"))]
-COMMANDS = ["fwp-add-layer", "fwp-convert", "fwp-eval-lm", "fwp-export", "fwp-harness", "fwp-info", "fwp-plot"]
+COMMANDS = [
+    "fwp-add-layer",
+    "fwp-convert",
+    "fwp-eval-lm",
+    "fwp-export",
+    "fwp-harness",
+    "fwp-info",
+    "fwp-linearize",
+    "fwp-plot",
+]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ negative: for this reason fwp_lm refuses attention normalisation with a map of e
 import torch
 from torch import Tensor
 
-from fairseq_fwp.convert.linearize import INITIALISATIONS, Initialisation, Projections
+from fairseq_fwp.linearize import INITIALISATIONS, Initialisation, Projections
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, UpdateRule, uniform_gate_bias
 from fairseq_fwp.ops import decay_rule, sum_rule
 

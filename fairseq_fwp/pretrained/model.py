@@ -1,11 +1,6 @@
-"""Trained language models as modules: tokens and a state in, log-probabilities and the next state out.
-
-They need no data set and no command. `fairseq_fwp.load` is `load` here.
-"""
+"""Trained language models as modules: tokens and a state in, log-probabilities and the next state out."""
 
 import math
-import os
-from pathlib import Path
 
 import torch
 from fairseq.data import Dictionary
@@ -14,29 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fairseq_fwp.checks import check
-from fairseq_fwp.convert import SOURCES, checkpoint
-from fairseq_fwp.convert.conversion import Options
 from fairseq_fwp.models.decoder import DecoderState
-
-
-def load(
-    path: str | os.PathLike[str], *, dictionary: str | os.PathLike[str] | None = None, source: str = "fwp-lm"
-) -> "PretrainedModel":
-    """Load a trained language model, in evaluation mode, float32, on the CPU.
-
-    path: a checkpoint of fairseq-train, or a folder of `fwp-convert --to safetensors`;
-    dictionary: dict.txt of the training, or its folder; None: dict.txt next to the weights;
-    source: what wrote them, as for fwp-convert: such as fla or gpt2, with a folder of transformers.
-
-    Raises ValueError that names a missing or damaged file, the dictionary of another training, or a model that is not
-    known.
-    """
-    check(source in SOURCES, f"source must be one of {', '.join(SOURCES)}, got {source!r}")
-    kind, weights, given = SOURCES[source], Path(path), None if dictionary is None else Path(dictionary)
-    tensors, saved = kind.read(weights)
-    conversion = kind.convert(tensors, kind.words(weights, given), Options(saved))
-    check(isinstance(conversion.words, list), f"{path} must be a language model, got {conversion.arch}: translation")
-    return PretrainedModel(checkpoint.build(conversion).float())
 
 
 class PretrainedModel(nn.Module):
@@ -96,12 +69,11 @@ class PretrainedModel(nn.Module):
         check(1 <= top <= words, f"top must be from 1 to {words}, the dictionary's size, got {top}")
         check(0 < temperature < math.inf, f"temperature must be finite and above 0, got {temperature}")
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
-        given = tokens.ne(pad).long().cumsum(1)
-        check(
-            bool(given[:, -1].all()), "each row of tokens must have one that is not padding, got a row of padding only"
-        )
+        words_before = tokens.ne(pad).long().cumsum(1)  # of each row, itself included
+        empty = not words_before[:, -1].all()
+        check(not empty, "each row of tokens must have one that is not padding, got a row of padding only")
         log_probs, state = self(tokens)
-        log_probs = log_probs.take_along_dim(given.argmax(1).view(-1, 1, 1), 1)[:, 0]  # of the last given token
+        log_probs = log_probs.take_along_dim(words_before.argmax(1).view(-1, 1, 1), 1)[:, 0]  # of the last given token
         written = tokens[:, :0]
         ended = tokens.new_zeros(len(tokens), dtype=torch.bool)
         for _ in range(length):
@@ -126,22 +98,25 @@ class PretrainedModel(nn.Module):
 
     def decode(self, tokens: Tensor) -> str:
         """Return the words of tokens (L,), without the ends of lines and padding."""
-        found: str = self.dictionary.string(tokens[tokens != self.dictionary.pad()])
-        return found
+        text: str = self.dictionary.string(tokens[tokens != self.dictionary.pad()])
+        return text
 
     def _check_state(self, tokens: Tensor, state: object) -> None:
-        asked = "state must be None or what this model returned"
         if not isinstance(state, DecoderState):
-            raise ValueError(f"{asked}, got {type(state).__name__}")
+            raise ValueError(f"state must be None or what this model returned, got {type(state).__name__}")
         rows = len(state.positions)
         check(rows == len(tokens), f"state must have as many rows as the tokens, {len(tokens)}, got {rows}")
-        found = _shapes(state)
+        shapes = _shapes(state)
         for path, sizes in self._sizes.items():
-            shape = found.get(path, ())
-            same = len(shape) == len(sizes) + 1 and all(
-                size in (None, given) for size, given in zip(sizes, shape[1:], strict=True)
+            shape = shapes.get(path, ())
+            fits = len(shape) == len(sizes) + 1 and all(
+                size in (None, actual) for size, actual in zip(sizes, shape[1:], strict=True)
             )
-            check(same, f"{asked}: {path.strip('.')} must be (B, {', '.join(map(_size, sizes))}), got {tuple(shape)}")
+            name, expected = path.strip("."), ", ".join(map(_size, sizes))
+            check(
+                fits,
+                f"state must be None or what this model returned: {name} must be (B, {expected}), got {tuple(shape)}",
+            )
 
 
 def _size(size: int | None) -> str:

@@ -12,16 +12,27 @@ Needs the packages onnx and onnxscript.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
+from torch.onnx import ONNXProgram
 from torch.utils import _pytree as pytree
 
-from ..ops import convolution
-from ..ops.fast_weights import Inputs, reference_of
-from ..ops.rule import Rule
-from ..ops.rules import RULES
+from fairseq_fwp.models.decoder import DecoderState
+from fairseq_fwp.models.fwp_lm import FwpDecoder
+from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
+from fairseq_fwp.models.translation_layers import CausalAttention, SequenceAttention, SourceMemory
+from fairseq_fwp.modules.attention.base import Attention
+from fairseq_fwp.modules.attention.fast_weight import FastWeightState
+from fairseq_fwp.modules.attention.softmax import KeyValueCache, LocalAttention
+from fairseq_fwp.modules.positions import CountedPositions
+from fairseq_fwp.ops import convolution
+from fairseq_fwp.ops.fast_weights import Inputs, reference_of
+from fairseq_fwp.ops.rule import Rule
+from fairseq_fwp.ops.rules import RULES
+from fairseq_fwp.options import Settings
 
 OPSET = 23  # of the standard operators
 
@@ -69,19 +80,25 @@ class _Window(NamedTuple):
     read: Tensor
 
 
-def _windows(decoder: Any, state: Any, change: Callable[[Any, Any], Any]) -> Any:
+def _windows(
+    decoder: FwpDecoder, state: DecoderState, change: Callable[[LocalAttention, Any], _Window | KeyValueCache]
+) -> DecoderState:
     """Return the state of a decoder with the keys and values of its windows changed: change(attention, these)."""
 
-    def of_layer(attention: Any, kept: Any) -> Any:
-        def is_window(part: Any) -> bool:
-            return hasattr(attention, "window") and isinstance(part, (_Window, *attention.states))
+    def of_layer(attention: Attention, of_its_layer: Any) -> Any:
+        if not isinstance(attention, LocalAttention):
+            return of_its_layer
+        local = attention
 
-        return pytree.tree_map(lambda x: change(attention, x) if is_window(x) else x, kept, is_leaf=is_window)
+        def is_window(part: Any) -> bool:
+            return isinstance(part, _Window | KeyValueCache)
+
+        return pytree.tree_map(lambda x: change(local, x) if is_window(x) else x, of_its_layer, is_leaf=is_window)
 
     return state._replace(layers=tuple(map(of_layer, decoder.attentions, state.layers)))
 
 
-def _fill(attention: Any, cache: Any) -> _Window:
+def _fill(attention: LocalAttention, cache: KeyValueCache) -> _Window:
     """Return the cache of a window in its full size."""
     read = cache.keys.new_ones(cache.keys.shape[::2]) if cache.padding is None else (~cache.padding).to(cache.keys)
     fill = attention.window - 1 - read.shape[1]
@@ -89,16 +106,15 @@ def _fill(attention: Any, cache: Any) -> _Window:
     return _Window(keys, values, nn.functional.pad(read, (fill, 0)))
 
 
-def _shrink(attention: Any, window: _Window) -> Any:
+def _shrink(attention: LocalAttention, window: _Window) -> KeyValueCache:
     """Return the cache that the attention reads, with padding before the first token."""
-    (cache,) = attention.states
-    return cache(window.keys, window.values, window.read == 0)
+    return KeyValueCache(window.keys, window.values, window.read == 0)
 
 
-def to_onnx(decoder: Any) -> tuple[Any, list[Entry], bool]:
+def to_onnx(decoder: FwpDecoder) -> tuple[ONNXProgram, list[Entry], bool]:
     """Return the graph of a decoder (`torch.onnx.ONNXProgram`), its state, and whether L may be more than one.
 
-    decoder: that of an `fwp_lm` in evaluation mode, float32, on a CPU; it has `step` and `adaptive_softmax`.
+    decoder: that of an `fwp_lm` in evaluation mode, float32, on a CPU.
     RuntimeError: a part of it has no form in ONNX.
     """
     tokens = torch.full((2, 3), decoder.padding_idx + 1)
@@ -123,25 +139,28 @@ class _Cache(NamedTuple):
     values: Tensor
 
 
+_OfAttention: TypeAlias = FastWeightState | _Cache  # what an attention keeps
+
+
 class _Translating(NamedTuple):
     """What a translation's decoder is given: of each layer what it keeps of the source, and its own state."""
 
-    memory: tuple[Any, ...]
-    layers: tuple[Any, ...]
+    memory: tuple[_OfAttention, ...]
+    layers: tuple[_OfAttention, ...]
     positions: Tensor
 
 
 class _Source(nn.Module):
     """Reads a source (B, S): the encoder, and the parts of the decoder's layers that read its output only."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: FwpTransformerModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor) -> list[Tensor]:
         return _tensors(self.read(tokens))
 
-    def read(self, tokens: Tensor) -> tuple[Any, ...]:
+    def read(self, tokens: Tensor) -> tuple[_OfAttention, ...]:
         encoder = self.model.encoder
         x = encoder.forward_embedding(tokens)[0].transpose(0, 1)
         for layer in encoder.layers:
@@ -151,9 +170,9 @@ class _Source(nn.Module):
         return tuple(_remember(layer.encoder_attn, x.transpose(0, 1)) for layer in self.model.decoder.layers)
 
 
-def _remember(attention: Any, source: Tensor) -> Any:
+def _remember(attention: SequenceAttention | MultiheadAttention, source: Tensor) -> _OfAttention:
     """Return what attention to a source (B, S, D) keeps of it."""
-    if hasattr(attention, "summarize"):
+    if isinstance(attention, SequenceAttention):
         return attention.summarize(source)
     heads = (attention.num_heads, attention.head_dim)
     projections = (attention.k_proj, attention.v_proj)
@@ -164,7 +183,7 @@ def _remember(attention: Any, source: Tensor) -> Any:
 class _Translation(_Reader):
     """Reads one token of a translation (B, 1), as fairseq's decoder in generation."""
 
-    def __init__(self, model: Any, memory: tuple[Any, ...]) -> None:
+    def __init__(self, model: FwpTransformerModel, memory: tuple[_OfAttention, ...]) -> None:
         decoder, rows = model.decoder, len(pytree.tree_leaves(memory)[0])
         layers = tuple(_empty(layer.self_attn, rows, decoder.embed_dim) for layer in decoder.layers)
         start = _Translating(memory, layers, torch.zeros(rows, dtype=torch.long))
@@ -176,7 +195,7 @@ class _Translation(_Reader):
         x = decoder.embed_scale * decoder.embed_tokens(tokens)
         if decoder.project_in_dim is not None:
             x = decoder.project_in_dim(x)
-        if hasattr(decoder.embed_positions, "sinusoids"):
+        if isinstance(decoder.embed_positions, CountedPositions):
             x = x + decoder.embed_positions.sinusoids(positions)
         elif decoder.embed_positions is not None:  # fairseq's table begins with rows up to that of padding
             x = x + nn.functional.embedding(positions + decoder.padding_idx + 1, decoder.embed_positions.weight)
@@ -184,13 +203,13 @@ class _Translation(_Reader):
             x = decoder.layernorm_embedding(x)
         x, after = x.transpose(0, 1), []
         for layer, memory, own in zip(decoder.layers, state.memory, state.layers, strict=True):
-            kept: dict[str, Any] = {}
+            kept: Settings = {}
             _give(layer.self_attn, kept, own)
             source = x  # softmax attention does not read it, as it has its keys and values
             if isinstance(memory, _Cache):
                 _give(layer.encoder_attn, kept, memory)
             else:
-                source = _memory_of(self.model.encoder.memory_type, memory)
+                source = _OneMemory(memory)
             x, _, _ = layer(x, source, None, kept)
             after.append(_take(layer.self_attn, kept))
         x = x if decoder.layer_norm is None else decoder.layer_norm(x)
@@ -201,19 +220,25 @@ class _Translation(_Reader):
         return log_probs, (after, state.positions + 1)
 
 
-def _memory_of(kind: type[Any], state: Any) -> Any:
-    """Return a memory with this state for every attention: in a graph that is being made, modules have other names."""
-    return type("OfAny", (kind,), {"__getitem__": lambda self, attention: state})()
+class _OneMemory(SourceMemory):
+    """The same state for every attention: in a graph that is being made, modules have other names."""
+
+    def __init__(self, state: FastWeightState) -> None:
+        super().__init__()
+        self.state = state
+
+    def __getitem__(self, attention: nn.Module) -> FastWeightState:
+        return self.state
 
 
-def _empty(attention: Any, rows: int, dim: int) -> Any:
+def _empty(attention: CausalAttention | MultiheadAttention, rows: int, dim: int) -> _OfAttention:
     """Return the state of self-attention before the first token."""
-    if hasattr(attention, "attention"):
+    if isinstance(attention, CausalAttention):
         return attention.attention(torch.zeros(rows, 0, dim))[1]
     return _Cache(*(torch.zeros(rows, attention.num_heads, 0, attention.head_dim) for _ in _Cache._fields))
 
 
-def _give(attention: Any, kept: dict[str, Any], state: Any) -> None:
+def _give(attention: CausalAttention | MultiheadAttention, kept: Settings, state: _OfAttention) -> None:
     """Put a state where fairseq's layer looks for it while it decodes."""
     if isinstance(state, _Cache):
         attention._set_input_buffer(kept, {"prev_key": state.keys, "prev_value": state.values})
@@ -221,14 +246,14 @@ def _give(attention: Any, kept: dict[str, Any], state: Any) -> None:
         attention.set_incremental_state(kept, "state", state)
 
 
-def _take(attention: Any, kept: dict[str, Any]) -> Any:
-    if hasattr(attention, "attention"):
+def _take(attention: CausalAttention | MultiheadAttention, kept: Settings) -> _OfAttention:
+    if isinstance(attention, CausalAttention):
         return attention.get_incremental_state(kept, "state")
     buffer = attention._get_input_buffer(kept)
     return _Cache(buffer["prev_key"], buffer["prev_value"])
 
 
-def translation_to_onnx(model: Any) -> tuple[Any, Any, list[Entry], list[Entry]]:
+def translation_to_onnx(model: FwpTransformerModel) -> tuple[ONNXProgram, ONNXProgram, list[Entry], list[Entry]]:
     """Return the graphs of the source and of a step of the decoder, what the first gives the second, and its state.
 
     model: an `fwp_transformer` in evaluation mode, float32, on a CPU, with attention to the source.
@@ -283,7 +308,7 @@ _BATCH, _LENGTH, _SEEN, _SOURCE = map(torch.export.Dim, ("batch", "length", "see
 
 def _export(
     reader: _Reader, tokens: Tensor, state: Any, entries: list[Entry], many: bool, memory: Sequence[Entry] = ()
-) -> Any:
+) -> ONNXProgram:
     """Return the graph of a reader; memory: what it is given and does not return, before the state."""
     sizes = [(entry, _SOURCE) for entry in memory] + [(entry, _SEEN) for entry in entries]
     of_state = tuple({0: _BATCH} | ({entry.grows: size} if entry.grows else {}) for entry, size in sizes)
@@ -293,12 +318,16 @@ def _export(
     return _program(reader, (tokens, *_tensors(state)), shapes, names, after)
 
 
-def _program(module: nn.Module, given: tuple[Tensor, ...], shapes: Any, inputs: list[str], outputs: list[str]) -> Any:
-    program = torch.export.export(module, given, dynamic_shapes=shapes, strict=False)
+def _program(
+    module: nn.Module, inputs: tuple[Tensor, ...], shapes: Any, names: list[str], outputs: list[str]
+) -> ONNXProgram:
+    program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
     program = program.run_decompositions(_translations())
-    return torch.onnx.export(
-        program, dynamo=True, opset_version=OPSET, input_names=inputs, output_names=outputs, verbose=False
+    graph = torch.onnx.export(
+        program, dynamo=True, opset_version=OPSET, input_names=names, output_names=outputs, verbose=False
     )
+    assert graph is not None  # without a file's name
+    return graph
 
 
 def _translations() -> dict[Any, Callable[..., Any]]:

@@ -1,0 +1,1 @@
+"""Trained models as graphs for programs without PyTorch: see cli/export.py."""

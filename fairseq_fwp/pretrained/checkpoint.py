@@ -1,0 +1,181 @@
+"""The one reader of the checkpoints of fairseq-train: `read(path)` gives settings and weights, and builds the model."""
+
+import os
+import pickle
+import re
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, BaseFairseqModel
+from fairseq.tasks import FairseqTask
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from fairseq_fwp.ops.arguments import DTYPES
+from fairseq_fwp.options import Settings
+from fairseq_fwp.patches.checkpoints import KEY, REMEDY, TRUST, remember_options, take_fingerprints
+
+SEED = 1  # of everything that is drawn: repeated conversions give the same model
+EXPORT = (
+    "export what is needed with: python -c \"import torch; s = torch.load('model.pt', 'cpu', weights_only=False); "
+    "torch.save({name: s.get(name) for name in ('args', 'cfg', 'model')}, 'exported.pt')\""
+)
+
+
+@dataclass
+class Checkpoint:
+    """What fairseq-train saved of a training.
+
+    path: its file; saved: all that the file holds, by fairseq's names;
+    settings: those of the model and of its task that are not None, by name, as they were saved; `arch` is always there.
+    """
+
+    path: str
+    saved: Settings
+    settings: Settings
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of the model, by name."""
+        weights: dict[str, Tensor] = self.saved["model"]
+        return weights
+
+    @property
+    def arch(self) -> str:
+        """The name of the model's architecture, such as that of a preset."""
+        return str(self.settings["arch"])
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model that the architecture is a preset of, or its own."""
+        return str(ARCH_MODEL_NAME_REGISTRY.get(self.arch, self.arch))
+
+    def check_model(self, models: Sequence[str]) -> None:
+        """Raise ValueError unless the model is one of these."""
+        if self.model_name not in models:
+            expected = " or ".join(models)
+            raise ValueError(
+                f"the architecture in {self.path} must be {expected}, got {self.arch!r}: choose another --source"
+            )
+
+    @property
+    def options(self) -> Settings:
+        """The settings, and under `KEY` the fingerprints of the training's dictionaries, {} if they are unknown."""
+        of_task = self.saved.get("task_state")
+        return {**self.settings, KEY: take_fingerprints(dict(of_task)) if isinstance(of_task, dict) else {}}
+
+    @cached_property
+    def cfg(self) -> FairseqConfig:
+        """The settings of the whole training, as the installed fairseq names them.
+
+        Raises ValueError for a checkpoint that lacks what fairseq saves next to a model.
+        """
+        saved = self.saved
+        if saved.get("cfg") is not None:
+            saved["cfg"] = OmegaConf.create(saved["cfg"], flags={"allow_objects": True})
+        try:
+            checkpoint_utils._upgrade_state_dict(saved)
+        except KeyError as error:
+            found = f"a file without {error}: {REMEDY}"
+            raise ValueError(f"{self.path} must be a checkpoint of fairseq, got {found}") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{self.path} must be a checkpoint of fairseq, got another file") from error
+        saved["args"] = None  # checkpoints of an earlier fairseq have both, and it would read these again
+        cfg: FairseqConfig = saved["cfg"]
+        if not {"model", "task"} <= cfg.keys():
+            raise ValueError(
+                f"{self.path} must be a checkpoint of fairseq, got a file without the settings of its task"
+            )
+        remember_options(saved, cfg, self.path)
+        return cfg
+
+    def mark_overridden(self) -> None:
+        """Say that other options than those of the training are wanted: the model then does not warn of them."""
+        remember_options(self.saved, self.cfg, self.path, overridden=True)
+
+    def build(self, task: FairseqTask) -> BaseFairseqModel:
+        """Return the model with its weights, for the dictionaries of a task of fairseq.
+
+        Raises ValueError or RuntimeError if the weights do not fit the settings or the dictionaries.
+        """
+        self.saved["cfg"] = self.cfg
+        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([self.path], task=task, state=self.saved)
+        return model
+
+
+def read(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint of fairseq-train. Raises ValueError for any other file, and for one that cannot be read."""
+    content = unpickle(Path(path), f"{EXPORT}, or set {TRUST}=1 if you trust its source")
+    saved: Settings = content if isinstance(content, dict) else {}
+    weights, settings = saved.get("model"), saved_settings(saved)
+    fault = ""
+    if not isinstance(weights, dict):
+        fault = "a file without a model"
+    elif not all(isinstance(weight, Tensor) for weight in weights.values()):
+        fault = "a model with objects that are not tensors"
+    elif settings is None:
+        fault = "a file without the settings of its model"
+    if settings is None or fault:
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got {fault}")
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return Checkpoint(str(path), saved, {**settings, "arch": str(settings.get("arch") or settings.get("_name"))})
+
+
+def saved_settings(saved: Settings) -> Settings | None:
+    """Return the settings of model and task: `args` of old versions, else `cfg`; None: there are none."""
+    args, cfg = saved.get("args"), saved.get("cfg")
+    if isinstance(args, Namespace):
+        return vars(args)
+    if not isinstance(cfg, dict) or not isinstance(of_model := cfg.get("model"), dict | Namespace):
+        return args if isinstance(args, dict) else None
+    return {**(cfg.get("task") or {}), **(vars(of_model) if isinstance(of_model, Namespace) else of_model)}
+
+
+def unpickle(path: Path, remedy: str) -> Any:
+    """Load what torch.save wrote. Raises ValueError unless it holds plain data; `remedy` tells the user what to do."""
+    try:
+        return torch.load(path, map_location="cpu")
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
+        if isinstance(error, pickle.UnpicklingError) and re.search("global", str(error), re.IGNORECASE):
+            code = "pickled objects, which could run any code, next to its weights"
+            raise ValueError(f"{path} holds {code}: {remedy}") from error
+        raise ValueError(f"{path} must be a complete checkpoint, got a truncated or different file") from error
+
+
+def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give a model these weights, in the widest of their dtypes. Raises ValueError if they do not fit."""
+    check_fit(model, weights)
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    model.to(reduce(torch.promote_types, {weights[name].dtype for name in weights.keys() & parameters.keys()}))
+    with torch.no_grad():
+        for name in weights.keys() & parameters.keys():
+            parameters[name].copy_(weights[name])
+    # A shared parameter now has the same value under all its names. Loading also masks absent words.
+    model.load_state_dict({**model.state_dict(), **{name: weights[name] for name in weights.keys() & buffers.keys()}})
+
+
+def check_fit(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError naming weights that are missing, too many, of another shape or integers."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {**parameters, **dict(model.named_buffers())}
+    # A parameter that modules share has several names: one of them is enough.
+    present = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
+    faults = [f"{name} is missing" for name, parameter in model.named_parameters() if id(parameter) not in present]
+    for name, weight in weights.items():
+        if name not in known:
+            faults.append(f"{name} is not a weight of this model")
+        elif known[name].shape != weight.shape:
+            faults.append(f"{name} must be {tuple(known[name].shape)}, got {tuple(weight.shape)}")
+        elif name in parameters and weight.dtype not in DTYPES:
+            faults.append(f"{name} must be floating-point of 16 bits or more, got {weight.dtype}")
+    if faults:
+        raise ValueError(f"the weights do not fit the model that the options describe: {'; '.join(sorted(faults))}")
