@@ -226,8 +226,8 @@ normalizations = st.sampled_from(["none", "sum", "attention", "both", "read-out"
 
 def is_defined(rule, feature_map, normalization):
     """Return whether the rule has this normalisation, and the map features for it."""
-    of_all, rule = normalization in ("attention", "both"), UPDATE_RULES[rule]
-    has_rule = (rule.normalizes or normalization in ("none", "sum")) and not (of_all and rule.normalizer)
+    of_all, normaliser = normalization in ("attention", "both"), UPDATE_RULES[rule].normaliser
+    has_rule = not (of_all and normaliser.output_only) if normaliser else normalization in ("none", "sum")
     return has_rule and (normalization == "none" or FEATURE_MAPS[feature_map].positive)
 
 
@@ -267,7 +267,8 @@ def test_a_value_in_one_token_of_a_layer(rule, name, normalization, adds, value,
 def test_no_normaliser_of_a_layer_divides_by_zero(rule, name, normalization, scale, seed, written):
     """Outputs, states and gradients are finite if keys and queries share no features, or have none."""
     # Nothing bounds what the delta rule writes for keys of any length: it diverges, as the paper says.
-    bounded = not UPDATE_RULES[rule].retrieves or normalization not in ("none", "read-out")
+    normaliser = UPDATE_RULES[rule].normaliser
+    bounded = not (normaliser and normaliser.retrieved) or normalization not in ("none", "read-out")
     assume(normalization != "none" and is_defined(rule, name, normalization) and bounded)
     torch.manual_seed(seed)
     layer, x = make_layer(rule, name, normalization), torch.randn(2, 9, 24) * scale

@@ -296,7 +296,7 @@ def used_options(
             used.update(arguments)
     # None for a checkpoint whose plug-in is not loaded.
     rule = UPDATE_RULES.get(getattr(cfg, names["update_rule"])) if "update_rule" in names else None
-    if rule and not rule.retrieves:
+    if rule and not (rule.normaliser and rule.normaliser.retrieved):
         used.discard("attention_normalization_read_out_only")  # it only normalises its output in any case
     return used
 

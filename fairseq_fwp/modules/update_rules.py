@@ -6,6 +6,7 @@ tokens, Dk size of a mapped key, Dv size of a value.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from inspect import signature
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -17,27 +18,42 @@ from fairseq_fwp import ops
 from fairseq_fwp.checks import check, look_up
 from fairseq_fwp.ops.arguments import Results, at_least_float32
 
+Size: TypeAlias = Literal["Dk", "Dv"] | int
 
-class Gate(NamedTuple):
+
+@dataclass(frozen=True)
+class Gate:
     """A gate, which the layer projects for every token and head: activation(x W + bias), in (0, 1) by default.
 
-    size: of a head's gate, from Dk and Dv; None: one number, and the rule takes (B, H, L) in place of (B, H, L, size).
-    bias: its initial values, from their number; None: no bias, so that the gate starts near 1/2.
-    at_padding: its value at padding, so that padding does not change the memory; None: the gate does not matter there.
-    activation: another function of (B, L, H, size) instead of the sigmoid.
-    learned: (H, size) -> a module with parameters instead of the sigmoid.
-    rank: of W for all heads together, from Dk and Dv; None: full.
-    doubles: whether it goes up to 2 with negative eigenvalues.
+    size: how many numbers a head's gate has. None: it is one number, and the rule takes (B, H, L) in place of
+        (B, H, L, size).
+    rank: of W for all heads together. None: W is not factored.
+    bias: function from their number to the initial values of the biases. None: there is no bias, so that the gate
+        starts near 1/2.
+    at_padding: the value at padding, with which padding does not change the memory. None: the value does not matter.
+    activation: function of (B, L, H, size) in place of the sigmoid.
+    learned: function (H, size) -> a module with parameters in place of the sigmoid.
+    doubles: whether the gate goes up to 2 with negative eigenvalues.
     """
 
     name: str
-    size: Callable[[int, int], int] | None = None
+    _: KW_ONLY
+    size: Size | None = None
+    rank: Size | None = None
     bias: Callable[[int], Tensor] | None = None
     at_padding: float | None = None
     activation: Callable[[Tensor], Tensor] = torch.sigmoid
     learned: Callable[[int, int], nn.Module] | None = None
-    rank: Callable[[int, int], int] | None = None
     doubles: bool = False
+
+    def width(self, key_dim: int, value_dim: int) -> int:
+        """Return how many numbers a head's gate has, for Dk and Dv."""
+        return 1 if self.size is None else resolve(self.size, key_dim, value_dim)
+
+
+def resolve(size: Size, key_dim: int, value_dim: int) -> int:
+    """Return a size as a number, for Dk and Dv."""
+    return size if isinstance(size, int) else {"Dk": key_dim, "Dv": value_dim}[size]
 
 
 # (q, k, v, *gates, state, first=..., backend=...) -> (out, state), one tensor per gate: an `ops.Rule`, or a function.
@@ -45,31 +61,37 @@ class Gate(NamedTuple):
 Operator: TypeAlias = ops.Rule | Callable[..., Results]
 
 
+class Normaliser(NamedTuple):
+    """z of attention normalisation, which divides the output of a rule by z . q.
+
+    gates: function from the rule's gates to those of a rule for values (B, H, L, 1) of one, whose memory is z. So z
+        forgets as the memory does. None: z is the plain sum of the keys.
+    operator: the rule that takes these gates. None: it is the rule itself.
+    retrieved: whether the rule writes the difference to the value that the key retrieves. It is divided too, unless z
+        has an operator of its own: then only the output can be divided.
+    """
+
+    gates: Callable[..., tuple[Tensor, ...]] | None = None
+    operator: Operator | None = None
+    retrieved: bool = False
+
+    @property
+    def output_only(self) -> bool:
+        """Whether only the output can be divided."""
+        return self.operator is not None
+
+
 class UpdateRule(NamedTuple):
     """An update rule: its operator and its gates.
 
-    retrieves: it writes the difference to the value that the key retrieves; attention normalisation divides that too.
-    forgets: for attention normalisation that forgets as the rule: gates -> gates of a rule for values (B, H, L, 1) of
-        one, see `normalizer`. Its memory is the normaliser. None: the normaliser is the plain sum of the keys. False:
-        attention normalisation is not defined for the rule.
+    normaliser: what attention normalisation divides by. None: it is not defined for the rule.
     steps: keys and values a token, N: k (B, H, L, N, Dk), v (B, H, L, N, Dv).
     """
 
     operator: Operator
     gates: tuple[Gate, ...] = ()
-    retrieves: bool = False
-    forgets: Callable[..., tuple[Tensor, ...]] | Literal[False] | None = None
+    normaliser: Normaliser | None = Normaliser()
     steps: int = 1
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether attention normalisation is defined for the rule."""
-        return self.forgets is not False
-
-    @property
-    def normalizer(self) -> Operator | None:
-        """The rule of the normaliser, if this one also erases: only the output can then be normalised."""
-        return ops.gla_rule if self.retrieves and self.forgets else None
 
     @property
     def packs_documents(self) -> bool:
@@ -160,65 +182,60 @@ UPDATE_RULES = {
         # Mao 2022, Eq. 5: the gate has no bias, and also gates the normaliser.
         ops.gated_rule,
         (Gate("gate", at_padding=1),),
-        forgets=lambda gate: (gate,),
+        Normaliser(lambda gate: (gate,)),
     ),
     "gla": UpdateRule(
         # Yang et al. 2024, Sec. 4.4: a projection of rank 16.
         ops.gla_rule,
-        (Gate("decay", lambda dk, dv: dk, torch.zeros, 1, gla_decay, rank=lambda dk, dv: 16),),
-        forgets=lambda decay: (decay,),
+        (Gate("decay", size="Dk", rank=16, bias=torch.zeros, at_padding=1, activation=gla_decay),),
+        Normaliser(lambda decay: (decay,)),
     ),
-    "delta": UpdateRule(ops.delta_rule, (BETA,), retrieves=True),
+    "delta": UpdateRule(ops.delta_rule, (BETA,), Normaliser(retrieved=True)),
     "decay": UpdateRule(
         ops.decay_rule,
         (
-            Gate("key_decay", lambda dk, dv: dk, uniform_gate_bias, at_padding=1),
-            Gate("value_decay", lambda dk, dv: dv, uniform_gate_bias, at_padding=1),
+            Gate("key_decay", size="Dk", bias=uniform_gate_bias, at_padding=1),
+            Gate("value_decay", size="Dv", bias=uniform_gate_bias, at_padding=1),
         ),
         # The paper does not normalise decaying memories; the rule on values of one gives the remaining keys.
-        forgets=lambda key_decay, value_decay: (key_decay, torch.ones_like(value_decay[..., :1])),
+        Normaliser(lambda key_decay, value_decay: (key_decay, torch.ones_like(value_decay[..., :1]))),
     ),
     "gated_delta": UpdateRule(
         ops.gated_delta_rule,
         (Gate("decay", at_padding=1, learned=MambaDecay), BETA),
-        retrieves=True,
-        forgets=lambda decay, beta: (decay,),
+        Normaliser(lambda decay, beta: (decay,), ops.gla_rule, retrieved=True),
     ),
     "kda": UpdateRule(
         # Kimi Team 2025, Sec. 4: a decay for each dimension of the key, of the rank of a head.
         ops.gated_delta_rule,
-        (Gate("decay", lambda dk, dv: dk, None, 1, learned=MambaDecay, rank=lambda dk, dv: dv), BETA),
-        retrieves=True,
-        forgets=lambda decay, beta: (decay,),
+        (Gate("decay", size="Dk", rank="Dv", at_padding=1, learned=MambaDecay), BETA),
+        Normaliser(lambda decay, beta: (decay,), ops.gla_rule, retrieved=True),
     ),
     "gdn2": UpdateRule(
         # Hatamizadeh et al. 2026: the decay of Kimi Delta Attention, and gates for erasing and writing.
         ops.gdn2_rule,
         (
-            Gate("decay", lambda dk, dv: dk, None, 1, learned=MambaDecay, rank=lambda dk, dv: dv),
-            Gate("erase", lambda dk, dv: dk),
-            Gate("write", lambda dk, dv: dv),
+            Gate("decay", size="Dk", rank="Dv", at_padding=1, learned=MambaDecay),
+            Gate("erase", size="Dk"),
+            Gate("write", size="Dv"),
         ),
-        retrieves=True,
-        forgets=lambda decay, erase, write: (decay,),
+        Normaliser(lambda decay, erase, write: (decay,), ops.gla_rule, retrieved=True),
     ),
     # Siems et al. 2025 use up to four steps a token; the symmetric group of three elements needs two.
-    "delta_product": UpdateRule(
-        ops.delta_product_rule, (BETA._replace(size=lambda dk, dv: 2),), forgets=False, steps=2
-    ),
+    "delta_product": UpdateRule(ops.delta_product_rule, (replace(BETA, size=2),), normaliser=None, steps=2),
     "rwkv7": UpdateRule(
         # After Peng et al. 2025, with projections of the rank of a head for the decay and the rate. In the paper the
         # decay's projection contains a tanh. The removal key is projected here; in the paper it is the key times a
         # learned vector.
         ops.rwkv7_rule,
         (
-            Gate("decay", lambda dk, dv: dk, torch.zeros, 1, rwkv7_decay, rank=lambda dk, dv: dv),
-            Gate("removal_key", lambda dk, dv: dk, activation=unit_length),
-            Gate("removal_rate", lambda dk, dv: dk, torch.zeros, 0, rank=lambda dk, dv: dv),
+            Gate("decay", size="Dk", rank="Dv", bias=torch.zeros, at_padding=1, activation=rwkv7_decay),
+            Gate("removal_key", size="Dk", activation=unit_length),
+            Gate("removal_rate", size="Dk", rank="Dv", bias=torch.zeros, at_padding=0),
         ),
-        forgets=False,
+        normaliser=None,
     ),
-    "fwm": UpdateRule(ops.fwm_rule, (BETA._replace(doubles=False),), retrieves=True),
+    "fwm": UpdateRule(ops.fwm_rule, (Gate("beta"),), Normaliser(retrieved=True)),
 }
 
 
@@ -227,10 +244,12 @@ def find_rule(name: str) -> UpdateRule:
     rule = look_up("update rule", name, UPDATE_RULES)
     where = f"UPDATE_RULES[{name!r}]"
     check(isinstance(rule, UpdateRule), f"{where} must be an UpdateRule, got {type(rule).__name__}")
-    given = isinstance(rule.gates, tuple) and all(isinstance(gate, Gate) for gate in rule.gates)
-    check(given, f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
+    are_gates = isinstance(rule.gates, tuple) and all(isinstance(gate, Gate) for gate in rule.gates)
+    check(are_gates, f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
     names, operator = [gate.name for gate in rule.gates], rule.operator
     if isinstance(operator, ops.Rule) and names != [*operator.gates]:
-        known, got = ", ".join(operator.gates), ", ".join(names) or "none"
-        raise ValueError(f"{where}: gates must be those of {operator.name}, in their order: {known}, got {got}")
+        raise ValueError(
+            f"{where}: gates must be those of {operator.name}, in their order: {', '.join(operator.gates)}, "
+            f"got {', '.join(names) or 'none'}"
+        )
     return rule

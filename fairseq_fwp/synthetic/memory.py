@@ -94,7 +94,7 @@ class FastWeightMemory(nn.Module):
         what = "the update rule must have one key per token for associations"
         check(rule.steps == 1, f"{what}, got {update_rule} with {rule.steps}")
         check(
-            not attention_normalization or (rule.normalizes and not rule.normalizer),
+            not attention_normalization or (rule.normaliser is not None and not rule.normaliser.output_only),
             f"`attention_normalization` must be left out for the update rule {update_rule}, where it is not defined: "
             "use `sum_normalization`",
         )
@@ -112,7 +112,7 @@ class FastWeightMemory(nn.Module):
         return WRITE_STRENGTHS.get(self.rule.operator)
 
     def _size(self, gate: Gate) -> int:
-        return gate.size(self.feature_map.feature_dim, self.num_values) if gate.size else 1
+        return gate.width(self.feature_map.feature_dim, self.num_values)
 
     def gate_projections(self, in_features: int) -> nn.ModuleDict:
         """Return linear maps from the written vectors to the logits of each gate, with a bias if the rule gives one.
@@ -138,7 +138,8 @@ class FastWeightMemory(nn.Module):
         q, k = self._map(q), self._map(k)
         gates = [self._open(gate, logits) for gate, logits in zip(self.rule.gates, gates, strict=True)]
         written, scale, z = k, k.new_ones(1), None
-        if self.attention_normalization and self.rule.retrieves:  # a factor of the values normalises what is retrieved
+        retrieves = self.rule.normaliser is not None and self.rule.normaliser.retrieved
+        if self.attention_normalization and retrieves:  # a factor of the values normalises what is retrieved
             z, ones = k.sum(2).unsqueeze(-1), k.new_ones(*k.shape[:3], 1)
             written, scale = self.attention_normalization.normalize_retrieval(k, ones, running_sum(k))
         if self.write_strength is None:
@@ -167,9 +168,9 @@ class FastWeightMemory(nn.Module):
         """Return q . z_L (B, 1, Q, 1), where z is the memory for values of one: it forgets as the rule does."""
         if self.write_strength is not None:
             return out.sum(-1, keepdim=True)  # the one-hot vectors sum to values of one
-        if not self.rule.forgets:
+        if self.rule.normaliser is None or self.rule.normaliser.gates is None:
             return q @ k.sum(2).unsqueeze(-1)
-        forgets = [gate.contiguous() for gate in self.rule.forgets(*gates)]
+        forgets = [gate.contiguous() for gate in self.rule.normaliser.gates(*gates)]
         return q @ self._write(k, k.new_ones(*k.shape[:3], 1), forgets)
 
     def _write(self, k: Tensor, v: Tensor, gates: list[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ Shapes (B, H, L, Dk, Dv). Inputs are as the layers leave them: keys and queries 
 and decays near one.
 """
 
+import itertools
 from functools import partial
 
 import torch
@@ -11,23 +12,36 @@ from torch.nn.functional import normalize
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.onednn import OneDnnLinear
+from fairseq_fwp.ops.arguments import PER_KEY, PER_TOKEN
+from fairseq_fwp.ops.rules import RULES
 
 FORWARD, TRAINING, STEP = "forward", "forward + backward", "decoding step"
-# Measured forms: the function in `ops`, the names of its inputs.
-FORMS = {
-    "sum": ("sum", "q k v"),
-    "gated": ("gated", "q k v gate"),
-    "gla, decay per head": ("gla", "q k v decay"),
-    "gla, decay per key dimension": ("gla", "q k v key_decay"),
-    "delta": ("delta", "q k v beta"),
-    "decay": ("decay", "q k v key_decay value_decay"),
-    "gated_delta, decay per head": ("gated_delta", "q k v decay beta"),
-    "gated_delta, decay per key dimension": ("gated_delta", "q k v key_decay beta"),
-    "delta_product, 2 steps": ("delta_product", "q two_k two_v two_beta"),
-    "gdn2": ("gdn2", "q k v key_decay erase write"),
-    "rwkv7": ("rwkv7", "q k v key_decay removal_key removal_rate"),
-    "fwm": ("fwm", "q k v beta"),
-}
+# Forms that take as long as another one, by the decay's shape: dplr has rwkv7's kernel.
+LEFT_OUT = {("dplr", PER_TOKEN), ("dplr", PER_KEY), ("gdn2", PER_TOKEN)}
+LEFT_OUT |= {("delta_product", PER_TOKEN), ("delta_product", PER_KEY)}
+
+
+def tensor_of(argument, shape):
+    """Return the name in TENSORS of what a rule takes as an argument of that shape."""
+    if "N" in shape:
+        return f"two_{argument}"
+    return "key_decay" if (argument, shape) == ("decay", PER_KEY) else argument
+
+
+def measured_forms():
+    """Return {form: the function in `ops`, the names of its inputs}, of the rules in the forms of their gates."""
+    forms = {}
+    for rule in RULES:
+        name = rule.name.removesuffix("_rule")
+        every = [dict(zip(rule.gates, shapes, strict=True)) for shapes in itertools.product(*rule.gates.values())]
+        chosen = [gates for gates in every if (name, gates.get("decay")) not in LEFT_OUT]
+        for gates in chosen:
+            form = f"{name}, 2 steps" if "N" in rule.key else name
+            if len(chosen) > 1:
+                form += ", decay per key dimension" if gates["decay"] == PER_KEY else ", decay per head"
+            shapes = {"k": rule.key, "v": rule.value, **gates}
+            forms[form] = (name, " ".join(["q", *map(tensor_of, shapes, shapes.values())]))
+    return forms
 
 
 def near_one(x):
@@ -60,6 +74,9 @@ TENSORS = {
     "removal_key": ("Dk", unit),
     "removal_rate": ("Dk", torch.sigmoid),
 }
+
+
+FORMS = measured_forms()
 
 
 def draw(form, shape, dtype=torch.float32, device="cpu"):

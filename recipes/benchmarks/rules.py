@@ -15,14 +15,19 @@ from pictures import Curves
 from record import BYTES, Goal, compare, say
 from timing import GIVE_BACK, Contender, alone, interleave, memory
 
-# The rules of layers, and the form that their layers use; gdn2 has rwkv7's kernel.
-RULES = {
-    **{rule: rule for rule in ("sum", "gated", "delta", "decay", "rwkv7", "fwm")},
-    "gla": "gla, decay per key dimension",
-    "gated_delta": "gated_delta, decay per head",
-    "kda": "gated_delta, decay per key dimension",
-    "delta_product": "delta_product, 2 steps",
-}
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+
+def form_of(rule):
+    """Return the form that layers with this rule use, by whether its decay has a number for each dimension of a key."""
+    name = rule.operator.__name__.removesuffix("_rule")
+    by_key = any(gate.name == "decay" and gate.size == "Dk" for gate in rule.gates)
+    forms = [form for form, (function, _) in inputs.FORMS.items() if function == name]
+    return forms[0] if len(forms) == 1 else next(form for form in forms if ("key dimension" in form) == by_key)
+
+
+# gdn2 has rwkv7's kernel.
+RULES = {name: form_of(rule) for name, rule in UPDATE_RULES.items() if name != "gdn2"}
 HEADS, SIZE = 8, 64
 LENGTHS = (256, 1024, 4096, 16384)
 ROUNDS = 5

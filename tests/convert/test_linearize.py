@@ -97,8 +97,8 @@ def test_every_rule_and_map_takes_its_place(source, rule):
     tokens = torch.randint(4, 50, (2, LENGTH))
     for name, feature_map in FEATURE_MAPS.items():
         normalized = feature_map.positive
-        of_output = normalized and UPDATE_RULES[rule].normalizes
-        only_it = of_output and UPDATE_RULES[rule].normalizer is not None
+        of_output = normalized and UPDATE_RULES[rule].normaliser is not None
+        only_it = of_output and UPDATE_RULES[rule].normaliser.output_only
         settings = {
             "sum_normalization": normalized,
             "attention_normalization": of_output,

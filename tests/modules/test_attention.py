@@ -88,7 +88,7 @@ def test_short_sequences_are_read_by_their_scores(kind, length, by_scores):
     )
     for ours, theirs in zip(results(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
-    reads = (2 if layer.attention_normalization and layer.rule.forgets else 1) * (1 if by_scores else 3)
+    reads = (2 if layer.attention_normalization and layer.rule.normaliser.gates else 1) * (1 if by_scores else 3)
     assert len(visits) == reads  # tokens after a state visit it
     assert (layer(x, None, padding, keep_state=False)[1] is None) == by_scores
 

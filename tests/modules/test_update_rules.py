@@ -15,6 +15,7 @@ from fairseq_fwp.modules.update_rules import (
     UPDATE_RULES,
     Gate,
     MambaDecay,
+    Normaliser,
     UpdateRule,
     gla_decay,
     rwkv7_decay,
@@ -92,7 +93,7 @@ def test_a_rule_from_outside_need_not_know_documents(monkeypatch):
 
 def test_a_layer_with_a_rule_from_outside_is_pickled_by_its_name(monkeypatch):
     rule = ops.Rule("halving_rule", lambda memory, k, v: memory / 2 + ops.outer(k, v))
-    monkeypatch.setitem(UPDATE_RULES, "halving", UpdateRule(rule, (), forgets=lambda: ()))
+    monkeypatch.setitem(UPDATE_RULES, "halving", UpdateRule(rule, (), Normaliser(lambda: ())))
     layer, x = build("halving"), torch.randn(2, 5, 16)
     file = pickle.dumps(layer)
     same = pickle.loads(file)

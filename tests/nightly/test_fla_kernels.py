@@ -6,9 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 from support.isolated import run_isolated
-from support.subjects import RULES
-
-from fairseq_fwp.ops.fla import FORMS
+from support.subjects import IN_FLA
 
 pytestmark = [
     pytest.mark.slow,
@@ -16,7 +14,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.function.__name__ in FORMS])
+@pytest.mark.parametrize("rule", IN_FLA)
 def test_results_and_gradients_are_those_of_the_reference(rule):
     script = f"import fla_kernels; fla_kernels.prepare(); fla_kernels.check({rule!r})"
     run_isolated(script, PYTHONPATH=os.pathsep.join(sys.path), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")

@@ -14,12 +14,11 @@ import pytest
 import torch
 from support.fla_functions import FUNCTIONS, stand_in
 from support.pairwise import looped
-from support.subjects import RULES, cotangents, results, sample_inputs
+from support.subjects import IN_FLA, RULES, cotangents, results, sample_inputs
 
 from fairseq_fwp.ops import fla
 
 SHAPE = (3, 2, 9, 4, 5)
-HERE = [name for name in RULES if name not in ("decay", "fwm")]
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def on_the_cpu(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
 
-@looped("name", HERE)
+@looped("name", IN_FLA)
 @looped("documents", [False, True])
 @looped("state", [False, True])
 def test_results_and_gradients_are_those_of_the_reference(on_the_cpu, name, documents, state):

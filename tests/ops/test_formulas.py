@@ -58,7 +58,7 @@ def delta_product_rule(h, k, v, beta, decay=1):
     for k_n, v_n, beta_n in zip(k, v, beta, strict=True):
         reflection = np.eye(len(k_n)) - beta_n * np.outer(k_n, k_n)
         a, b = reflection @ a, reflection @ b + beta_n * np.outer(k_n, v_n)
-    return a @ (decay * h) + b
+    return a @ np.diag(np.broadcast_to(decay, len(h))) @ h + b
 
 
 def rwkv7_rule(s, k, v, w, kappa, a):
@@ -68,7 +68,7 @@ def rwkv7_rule(s, k, v, w, kappa, a):
 
 def dplr_rule(s, k, v, w, y, x):
     """S = (Diag(w) - x y^T) S + k v^T."""
-    return (np.diag(w) - np.outer(x, y)) @ s + np.outer(k, v)
+    return (np.diag(np.broadcast_to(w, k.shape)) - np.outer(x, y)) @ s + np.outer(k, v)
 
 
 def gdn2_rule(s, k, v, a, b, w):
@@ -88,10 +88,12 @@ FORMULAS = {
     "gated_delta_by_key": kimi_delta_attention,
     "delta_product": delta_product_rule,
     "delta_product_with_decay": delta_product_rule,
+    "delta_product_with_decay_by_key": delta_product_rule,
     "rwkv7": rwkv7_rule,
     "dplr": dplr_rule,
+    "dplr_by_key": dplr_rule,
     "gdn2": gdn2_rule,
-    "gdn2_by_head": gdn2_rule,
+    "gdn2_by_key": gdn2_rule,
 }
 BY_VALUE = (sum_rule, delta_rule, gated_rule, decay_rule, gated_delta_rule, rwkv7_rule)  # states (Dv, Dk)
 

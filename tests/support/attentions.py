@@ -27,9 +27,9 @@ def is_defined(rule, feature_map, normalization):
     options = NORMALIZATIONS[normalization]
     if options and not FEATURE_MAPS[feature_map].positive:
         return False
-    if "attention_normalization" in options and not UPDATE_RULES[rule].normalizes:
+    if "attention_normalization" in options and UPDATE_RULES[rule].normaliser is None:
         return False
-    if "attention_normalization" in options and UPDATE_RULES[rule].normalizer and normalization != "output":
+    if "attention_normalization" in options and UPDATE_RULES[rule].normaliser.output_only and normalization != "output":
         return False
     return rule in ("sum", "gated", "decay", "delta") or feature_map in ("dpfp", "identity")
 

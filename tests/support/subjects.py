@@ -1,10 +1,7 @@
-"""The table of rules under test, and the inputs and gradients for every law.
+"""The rules under test, all of `ops.rules` in all forms, and the inputs and gradients for every law."""
 
-A new rule is tested by its line in RULES.
-"""
-
-import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp import ops
+from fairseq_fwp.ops import rules
 from fairseq_fwp.ops.fast_weights import Inputs, fast_weights, reference_of
+from fairseq_fwp.ops.fla import FORMS
 
 # The laws hold for any inputs: FWP_TEST_SEED=$RANDOM bash tests/run.sh uses others.
 SEED = int(os.environ.get("FWP_TEST_SEED", "0"))
 PER_TOKEN, PER_KEY, PER_VALUE = ("B", "H", "L"), ("B", "H", "L", "Dk"), ("B", "H", "L", "Dv")
-PER_STEP = ("B", "H", "L", "N")
 STEPS = 2  # of delta_product, a token
 
 
@@ -34,33 +32,28 @@ class Rule:
     value: tuple[str, ...] = PER_VALUE
 
 
-def rule(name: str, **gates: tuple[str, ...]) -> Rule:
-    function = getattr(ops, f"{name}_rule")
-    return Rule(function, functools.partial(function, backend="reference"), gates)
+def every_form() -> dict[str, Rule]:
+    """Return each rule in each form of its gates, by a name such as gla_by_key: a decay for each dimension of a key."""
+    forms: dict[str, Rule] = {}
+    for rule in rules.RULES:
+        name, function = rule.name.removesuffix("_rule"), getattr(ops, rule.name)
+        name += "_with_decay" if name in forms else ""  # the same function without its optional gate
+        for shapes in itertools.product(*rule.gates.values()):
+            gates = dict(zip(rule.gates, shapes, strict=True))
+            by_key = "_by_key" if len(rule.gates.get("decay", ())) > 1 and gates["decay"] == PER_KEY else ""
+            reference, kernel = functools.partial(function, backend="reference"), rule.family is not None
+            key = tuple("H" if size == "Hk" else size for size in rule.key)
+            forms[name + by_key] = Rule(function, reference, gates, kernel, key, rule.value)
+    return forms
 
 
-def product(**gates: tuple[str, ...]) -> Rule:
-    return dataclasses.replace(rule("delta_product", **gates), key=(*PER_STEP, "Dk"), value=(*PER_STEP, "Dv"))
-
-
-RULES = {
-    "sum": rule("sum"),
-    "gated": rule("gated", gate=PER_TOKEN),
-    "gla": rule("gla", decay=PER_TOKEN),
-    "gla_by_key": rule("gla", decay=PER_KEY),
-    "decay": rule("decay", key_decay=PER_KEY, value_decay=PER_VALUE),
-    "delta": rule("delta", beta=PER_TOKEN),
-    "gated_delta": rule("gated_delta", decay=PER_TOKEN, beta=PER_TOKEN),
-    "gated_delta_by_key": rule("gated_delta", decay=PER_KEY, beta=PER_TOKEN),
-    "delta_product": product(beta=PER_STEP),
-    "delta_product_with_decay": product(beta=PER_STEP, decay=PER_TOKEN),
-    "rwkv7": rule("rwkv7", decay=PER_KEY, removal_key=PER_KEY, removal_rate=PER_KEY),
-    "dplr": rule("dplr", decay=PER_KEY, removal_key=PER_KEY, removal=PER_KEY),
-    "gdn2": rule("gdn2", decay=PER_KEY, erase=PER_KEY, write=PER_VALUE),
-    "gdn2_by_head": rule("gdn2", decay=PER_TOKEN, erase=PER_KEY, write=PER_VALUE),
-    "fwm": dataclasses.replace(rule("fwm", beta=PER_TOKEN), kernel=False),
-}
+RULES = every_form()
 WITH_KERNEL = [name for name, rule in RULES.items() if rule.kernel]
+IN_FLA = [
+    name
+    for name, rule in RULES.items()
+    if rule.function.__name__ in FORMS and name != "delta_product_with_decay_by_key"  # which fla lacks
+]
 
 
 def combination(erases: bool = False, **gates: tuple[str, ...]) -> Rule:

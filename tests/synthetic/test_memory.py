@@ -50,7 +50,8 @@ def refusal_of(rule, map_name, norm):
         return "features must not be negative"
     if UPDATE_RULES[rule].steps > 1:
         return "must have one key per token for associations"
-    if "attention_normalization" in norm and (not UPDATE_RULES[rule].normalizes or UPDATE_RULES[rule].normalizer):
+    normaliser = UPDATE_RULES[rule].normaliser
+    if "attention_normalization" in norm and (normaliser is None or normaliser.output_only):
         return f"`attention_normalization` must be left out for the update rule {rule}, where it is not"
     return None
 

@@ -22,7 +22,7 @@ from fairseq_fwp.modules.attention.normalization import (
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.layer_norm import layer_norm
-from fairseq_fwp.modules.update_rules import Gate, MambaDecay, find_rule, run, unit_length
+from fairseq_fwp.modules.update_rules import Gate, MambaDecay, find_rule, resolve, run, unit_length
 from fairseq_fwp.ops.arguments import at_least_float32
 
 OUTPUT_GATES = {"none": None, "silu": F.silu, "sigmoid": torch.sigmoid}
@@ -123,8 +123,8 @@ class FastWeightAttention(Attention):
         self.negative_eigenvalues = negative_eigenvalues
         self.feature_map = feature_map
         dims, values = (feature_map.feature_dim, value_dim), value_heads * value_dim
-        gate_sizes = {gate.name: value_heads * (gate.size(*dims) if gate.size else 1) for gate in rule.gates}
-        ranks = {gate.name: gate.rank(*dims) for gate in rule.gates if gate.rank}
+        gate_sizes = {gate.name: value_heads * gate.width(*dims) for gate in rule.gates}
+        ranks = {gate.name: resolve(gate.rank, *dims) for gate in rule.gates if gate.rank}
         self.sizes = [(1 + rule.steps) * num_heads * key_dim, rule.steps * values, *(gate_sizes | ranks).values()]
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=False)
         self.bias = nn.Parameter(torch.zeros(sum(self.sizes[:2]))) if bias else None

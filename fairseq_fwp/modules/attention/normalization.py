@@ -74,13 +74,13 @@ class AttentionNormalization(Division):
 
     def check_rule(self, name: str, rule: UpdateRule) -> None:
         """Raise ValueError if this normalisation is not defined for the rule of that name."""
+        if rule.normaliser is None:
+            raise ValueError(
+                f"`attention_normalization` must be left out for the update rule {name}, where it is not defined: use "
+                "`sum_normalization`"
+            )
         check(
-            rule.normalizes,
-            f"`attention_normalization` must be left out for the update rule {name}, where it is not defined: use "
-            "`sum_normalization`",
-        )
-        check(
-            self.read_out_only or not rule.normalizer,
+            self.read_out_only or not rule.normaliser.output_only,
             f"`read_out_only` must be given with `attention_normalization` for the update rule {name}: it erases and "
             "forgets, so only its output can be normalised",
         )
@@ -100,18 +100,20 @@ class AttentionNormalization(Division):
 
         z: the argument is before the first token, None = zeros; the result is after the last one.
         """
-        if callable(rule.forgets):
+        normaliser = rule.normaliser
+        assert normaliser is not None  # `check_rule` refuses others
+        if normaliser.gates is not None:
             # A memory for values of one, which forgets as the rule does.
             wide_q, wide_k, ones, *forgets = map(
-                at_least_float32, (q, k, torch.ones_like(v[..., :1]), *rule.forgets(*gates))
+                at_least_float32, (q, k, torch.ones_like(v[..., :1]), *normaliser.gates(*gates))
             )
             before = None if z is None else z.unsqueeze(-1)
-            operator = rule.normalizer or rule.operator
+            operator = normaliser.operator or rule.operator
             divisor, z = run(operator, wide_q, wide_k, ones, forgets, before, first, backend)
             return self.bound(divisor.squeeze(-1)), k, v, z.squeeze(-1)
         sums = running_sum(k, z, first)
         divisor = self.output_divisor(q, sums)
-        if rule.retrieves and not self.read_out_only:
+        if normaliser.retrieved and not self.read_out_only:
             k, v = self.normalize_retrieval(k, v, sums, first)
         return divisor, k, v, sums[:, :, -1].clone()  # a slice would keep all sums in memory
 

@@ -4,11 +4,13 @@ They are not in the package because two of them diverge in the paper. The diviso
 negative: for this reason fwp_lm refuses attention normalisation with a map of either sign.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from fairseq_fwp.linearize import INITIALISATIONS, Initialisation, Projections
-from fairseq_fwp.modules.update_rules import UPDATE_RULES, UpdateRule, uniform_gate_bias
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, Normaliser, UpdateRule, uniform_gate_bias
 from fairseq_fwp.ops import decay_rule, sum_rule
 
 
@@ -54,10 +56,12 @@ def scale_by_plain_decay(attention: torch.nn.Module, q: Tensor, k: Tensor, v: Te
 
 
 UPDATE_RULES["divided_sum"] = UpdateRule(divided_sum)
-UPDATE_RULES["decay_gated_write"] = UPDATE_RULES["decay"]._replace(operator=decay_with_gated_write, forgets=None)
+UPDATE_RULES["decay_gated_write"] = UPDATE_RULES["decay"]._replace(
+    operator=decay_with_gated_write, normaliser=Normaliser()
+)
 # Footnote 1.
 UPDATE_RULES["decay_no_sigmoid"] = UpdateRule(
     decay_rule,
-    tuple(gate._replace(bias=uniform, activation=torch.nn.Identity()) for gate in UPDATE_RULES["decay"].gates),
+    tuple(replace(gate, bias=uniform, activation=torch.nn.Identity()) for gate in UPDATE_RULES["decay"].gates),
 )
 INITIALISATIONS["decay_no_sigmoid"] = Initialisation(scale_by_plain_decay)
