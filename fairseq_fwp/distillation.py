@@ -1,6 +1,6 @@
 """The criterion `fwp_distillation`: a model learns from a teacher.
 
-A converted model (`fwp-convert`) recovers its quality in three stages, each a separate training:
+A linearised model (`fwp-linearize`) recovers its quality in three stages, each a separate training:
 
 1. `--distillation attention`: every attention learns the output of the teacher's attention for the same input.
    Nothing else in the model is computed or trained. (Attention transfer: Zhang et al. 2024, "LoLCATs",
@@ -118,8 +118,8 @@ class DistillationCriterion(FairseqCriterion):
         """
         out = model(**sample["net_input"])
         target = model.get_targets(sample, out)
-        kept = target.ne(self.padding_idx)
-        target = target[kept]
+        real = target.ne(self.padding_idx)
+        target = target[real]
         of_model, of_its_teacher = (getattr(of.decoder, "adaptive_softmax", None) for of in (model, teacher))
         if isinstance(of_model, AdaptiveSoftmax) and of_its_teacher is None:  # of all words it has no gradient
             raise ValueError("--adaptive-softmax-cutoff must be left out, because the teacher has no adaptive softmax")
@@ -128,8 +128,8 @@ class DistillationCriterion(FairseqCriterion):
             of: BaseFairseqModel, softmax: AdaptiveSoftmax | None, output: Any
         ) -> tuple[list[Tensor | None], list[Tensor | None]]:
             if softmax is None or of_model is None or of_its_teacher is None:
-                return [at_least_float32(of.get_normalized_probs(output, log_probs=True)[kept])], [target]
-            parts, targets = softmax(output[0][kept].unsqueeze(0), target)
+                return [at_least_float32(of.get_normalized_probs(output, log_probs=True)[real])], [target]
+            parts, targets = softmax(output[0][real].unsqueeze(0), target)
             return [None if part is None else at_least_float32(part).log_softmax(-1) for part in parts], targets
 
         ours, targets = scores(model, of_model, out)
@@ -153,12 +153,12 @@ class DistillationCriterion(FairseqCriterion):
     def reduce_metrics(cls, logging_outputs: list[Settings]) -> None:
         """Log the loss: a squared error; or bits a token, also of its parts, and the perplexity of the data."""
         tokens = sum(int(log.get("ntokens", 0)) for log in logging_outputs)
-        found = [name for name in ("loss", "divergence", "nll_loss") if any(name in log for log in logging_outputs)]
-        for name in found:
+        names = [name for name in ("loss", "divergence", "nll_loss") if any(name in log for log in logging_outputs)]
+        for name in names:
             total = utils.item(sum(log.get(name, 0) for log in logging_outputs))
             in_bits = total / tokens / math.log(2)
-            metrics.log_scalar(name, in_bits if "nll_loss" in found else total / tokens, tokens, round=5)
-        if "nll_loss" in found:
+            metrics.log_scalar(name, in_bits if "nll_loss" in names else total / tokens, tokens, round=5)
+        if "nll_loss" in names:
             metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
 
     @staticmethod
@@ -188,8 +188,8 @@ def read_teacher(path: str, task: FairseqTask) -> BaseFairseqModel:
 
 def attentions(model: nn.Module) -> dict[str, nn.Module]:
     """Return the attentions of a model by name, without the wrapper for several processes."""
-    found = ((name.replace("module.", ""), module) for name, module in model.named_modules())
-    return {name: module for name, module in found if name.rpartition(".")[2] in ATTENTIONS}
+    modules = ((name.replace("module.", ""), module) for name, module in model.named_modules())
+    return {name: module for name, module in modules if name.rpartition(".")[2] in ATTENTIONS}
 
 
 def attention_error(model: nn.Module, teacher: nn.Module, net_input: Sample, padding_idx: int) -> Tensor:
@@ -230,8 +230,8 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: Sample, pad
             size = words[0].shape[-1] if words else "unknown"
             remedy = f"give a teacher with as many dimensions ({error})"
             raise ValueError(f"the model's {name} must take the teacher's vectors, of size {size}: {remedy}") from error
-        kept = real_tokens(name, net_input, padding_idx)
-        errors.append(F.mse_loss(at_least_float32(out)[kept], at_least_float32(expected)[kept]))
+        real = real_tokens(name, net_input, padding_idx)
+        errors.append(F.mse_loss(at_least_float32(out)[real], at_least_float32(expected)[real]))
     return torch.stack(errors).mean()
 
 

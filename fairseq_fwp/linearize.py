@@ -95,98 +95,100 @@ METHOD = {
 }
 
 
-def check_options(arch: str, given: Settings, method: Method) -> None:
+def check_options(arch: str, chosen: Settings, method: Method) -> None:
     """Check the options of a new attention, by field, before a checkpoint is read; raise ValueError otherwise."""
-    if others := [name for name in given if name not in ATTENTION_OPTIONS[arch]]:
+    if others := [name for name in chosen if name not in ATTENTION_OPTIONS[arch]]:
         raise ValueError(f"{flag(others[0])} must be left out: only options of attention can change")
-    if parts := [name for name in WITHOUT_WEIGHTS if name in given]:
+    if parts := [name for name in WITHOUT_WEIGHTS if name in chosen]:
         raise ValueError(f"{flag(parts[0])} must be left out: the pretrained weights are for attention without it")
     if arch == "fwp_transformer":
-        check_translation(given, method)
+        check_translation(chosen, method)
         return
-    rule, spans, kept = given.get("decoder_update_rule"), method.decay_spans, method.keep_softmax_layers
+    rule, spans, softmax_layers = chosen.get("decoder_update_rule"), method.decay_spans, method.keep_softmax_layers
     if rule is None:
         raise ValueError("--decoder-update-rule must be given with options of a new attention, such as --state-size")
     if rule == SOFTMAX:
-        if given.keys() != {"decoder_update_rule", "attention_window"} or method != Method():
+        if chosen.keys() != {"decoder_update_rule", "attention_window"} or method != Method():
             expected = "--attention-window and no other option of the new attention (to keep softmax: without any)"
             raise ValueError(f"--decoder-update-rule softmax must be given with {expected}")
         return
-    if "attention_window" in given:
+    if "attention_window" in chosen:
         raise ValueError("--attention-window needs --decoder-update-rule softmax: fast weights have no window")
     look_up("update rule", rule, UPDATE_RULES, "softmax or ")
-    if spans is not None and (rule, {**DEFAULTS, **given}["decoder_feature_map"]) != ("decay", "identity"):
+    if spans is not None and (rule, {**DEFAULTS, **chosen}["decoder_feature_map"]) != ("decay", "identity"):
         needed = "--decoder-update-rule is decay and --decoder-feature-map is identity (the default)"
         raise ValueError(f"--decay-spans must be left out unless {needed}")
     if spans is not None and spans < 1:
         raise ValueError(f"--decay-spans must be at least 1 token, got {spans}")
-    if kept == "":
+    if softmax_layers == "":
         raise ValueError("--keep-softmax-layers must be layers such as 0,3, or kl:N, got nothing: or leave it out")
-    if kept and "decoder_attention_heads" in given:
+    if softmax_layers and "decoder_attention_heads" in chosen:
         raise ValueError("--decoder-attention-heads must be left out with --keep-softmax-layers: it changes all layers")
-    by_divergence = (kept or "").startswith(BY_DIVERGENCE)
+    by_divergence = (softmax_layers or "").startswith(BY_DIVERGENCE)
     if method.kl_text is None and by_divergence:
-        raise ValueError(f"--kl-text FILE must be given with --keep-softmax-layers {kept}")
+        raise ValueError(f"--kl-text FILE must be given with --keep-softmax-layers {softmax_layers}")
     if method.kl_text is not None and not by_divergence:
         raise ValueError("--kl-text must be left out without --keep-softmax-layers kl:N")
 
 
-def check_translation(given: Settings, method: Method) -> None:
+def check_translation(chosen: Settings, method: Method) -> None:
     """Check the options of a conversion of a translation model; raise ValueError otherwise."""
     for name in ("decay_spans", "keep_softmax_layers", "kl_text"):
         if getattr(method, name) is not None:
             raise ValueError(f"{flag(name)} must be left out for translation: only language models have it")
     places = ("encoder_feature_map", "cross_feature_map", "decoder_update_rule")
-    if all(given.get(place, SOFTMAX) == SOFTMAX for place in places):
+    if all(chosen.get(place, SOFTMAX) == SOFTMAX for place in places):
         names = "--encoder-feature-map, --cross-feature-map and --decoder-update-rule"
         raise ValueError(f"one of {names} must be other than softmax, got none: name one, or leave out all options")
-    if given.get("decoder_update_rule", SOFTMAX) == SOFTMAX:
-        for name in given.keys() - {*places}:
+    if chosen.get("decoder_update_rule", SOFTMAX) == SOFTMAX:
+        for name in chosen.keys() - {*places}:
             if name.split("_")[0] not in FEATURE_MAPS:  # such as dpfp_nu, which the other attentions use too
                 of_decoder = f"{flag(name)}, which changes the decoder's self-attention"
                 raise ValueError(f"--decoder-update-rule must be given with {of_decoder}")
 
 
-def linearize(conversion: Conversion, given: Settings, method: Method) -> Conversion:
+def linearize(conversion: Conversion, chosen: Settings, method: Method) -> Conversion:
     """Return the conversion with the new attention, given by its options. Raises ValueError if that is impossible.
 
     With kl:N, the N layers whose conversion costs most keep softmax; the costs are in the notes.
     """
-    check_options(conversion.arch if conversion.arch in ATTENTION_OPTIONS else "fwp_lm", given, method)
+    check_options(conversion.arch if conversion.arch in ATTENTION_OPTIONS else "fwp_lm", chosen, method)
     if conversion.arch == "fwp_transformer":
-        return linearize_translation(conversion, given, method)
+        return linearize_translation(conversion, chosen, method)
     if conversion.arch != "fwp_lm" or attention_name(configure(conversion.flags)) != SOFTMAX:
         raise ValueError("the model must have softmax attention over all past tokens, got a model without it")
-    if given["decoder_update_rule"] == SOFTMAX:
-        return conversion._replace(flags={**conversion.flags, **given})
-    kept = method.keep_softmax_layers or ""
-    if not kept.startswith(BY_DIVERGENCE):
-        return linearize_layers(conversion, given, method, kept)
-    number, most = kept.removeprefix(BY_DIVERGENCE), configure(conversion.flags).decoder_layers - 1
+    if chosen["decoder_update_rule"] == SOFTMAX:
+        return conversion._replace(flags={**conversion.flags, **chosen})
+    softmax_layers = method.keep_softmax_layers or ""
+    if not softmax_layers.startswith(BY_DIVERGENCE):
+        return linearize_layers(conversion, chosen, method, softmax_layers)
+    number, most = softmax_layers.removeprefix(BY_DIVERGENCE), configure(conversion.flags).decoder_layers - 1
     if not number.isdecimal() or not 0 < int(number) <= most:
-        raise ValueError(f"--keep-softmax-layers must be kl:1 to kl:{most}, or numbers of layers, got {kept!r}")
+        raise ValueError(
+            f"--keep-softmax-layers must be kl:1 to kl:{most}, or numbers of layers, got {softmax_layers!r}"
+        )
     length = conversion.flags.get("tokens_per_sample") or 1024
     text = read_text(method.kl_text or Path(), make_task(conversion).target_dictionary)
-    whole, converted = map(build_whole, (conversion, linearize_layers(conversion, given, method)))
-    found = costs(whole, converted, text.split(length))
-    costly = sorted(sorted(range(len(found)), key=lambda index: -found[index])[: int(number)])
-    hybrid = linearize_layers(conversion, given, method, ",".join(map(str, costly)))
-    note = f"divergence when only this layer is converted, in nats per token: {shown(found)}"
+    whole, converted = map(build_whole, (conversion, linearize_layers(conversion, chosen, method)))
+    divergences = costs(whole, converted, text.split(length))
+    costly = sorted(sorted(range(len(divergences)), key=lambda index: -divergences[index])[: int(number)])
+    hybrid = linearize_layers(conversion, chosen, method, ",".join(map(str, costly)))
+    note = f"divergence when only this layer is converted, in nats per token: {shown(divergences)}"
     return hybrid._replace(notes=[*hybrid.notes, note])
 
 
-def linearize_layers(conversion: Conversion, given: Settings, method: Method, kept: str = "") -> Conversion:
-    """Return the conversion with the new attention in all layers but `kept`, such as "0,3": these stay softmax."""
-    source, options = configure(conversion.flags), {**DEFAULTS, **given}
+def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, softmax_layers: str = "") -> Conversion:
+    """Return the conversion with the new attention in all layers but `softmax_layers`, such as "0,3"."""
+    source, options = configure(conversion.flags), {**DEFAULTS, **chosen}
     initialisation = rule_initialisation(options["decoder_update_rule"], method.decay_spans)
     flags = {
         **conversion.flags,
         **DEFAULTS,
-        "attention_dropout": source.attention_dropout if kept else 0.0,
+        "attention_dropout": source.attention_dropout if softmax_layers else 0.0,
         "attention_bias": conversion.flags.get("attention_bias", False) or initialisation.bias,
         **size_flags(options["decoder_feature_map"], method.state_size),
-        **given,
-        **({"softmax_layers": kept} if kept else {}),
+        **chosen,
+        **({"softmax_layers": softmax_layers} if softmax_layers else {}),
     }
     cfg = configure(flags)
     try:
@@ -216,10 +218,10 @@ def linearize_layers(conversion: Conversion, given: Settings, method: Method, ke
     return conversion._replace(flags=flags, weights=weights)
 
 
-def linearize_translation(conversion: Conversion, given: Settings, method: Method) -> Conversion:
+def linearize_translation(conversion: Conversion, chosen: Settings, method: Method) -> Conversion:
     """Return the conversion with the new attentions of encoder, decoder and source that are given."""
-    given = {name: value for name, value in given.items() if value != SOFTMAX}
-    options = {**DEFAULTS, **given} if "decoder_update_rule" in given else given
+    chosen = {name: value for name, value in chosen.items() if value != SOFTMAX}
+    options = {**DEFAULTS, **chosen} if "decoder_update_rule" in chosen else chosen
     maps = {place: name for place, name in options.items() if place.endswith("_feature_map")}
     flags = {
         **conversion.flags,
@@ -234,7 +236,7 @@ def linearize_translation(conversion: Conversion, given: Settings, method: Metho
         head_dim = sizes[f"{side}_embed_dim"] // sizes[f"{side}_attention_heads"]
         flags |= size_flags(name, method.state_size, head_dim)
     converted = conversion._replace(flags=flags)
-    initialisation = rule_initialisation(given.get("decoder_update_rule", SOFTMAX))
+    initialisation = rule_initialisation(chosen.get("decoder_update_rule", SOFTMAX))
     weights = dict(conversion.weights)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -262,9 +264,9 @@ def size_flags(feature_map: str, size: int | None, head_dim: int | None = None) 
 
 def check_size(attention: FastWeightAttention | LinearAttention, feature_map: str, size: int | None) -> None:
     """Check the number of features of a map; raise ValueError that names a possible one otherwise."""
-    found = attention.feature_map.feature_dim
-    if size not in (None, found):
-        raise ValueError(f"--state-size must be {found} for the map {feature_map}, got {size}")
+    features = attention.feature_map.feature_dim
+    if size not in (None, features):
+        raise ValueError(f"--state-size must be {features} for the map {feature_map}, got {size}")
 
 
 def configure(flags: Settings) -> Any:
@@ -426,12 +428,12 @@ def fewer_features(q: Tensor, k: Tensor, heads: int, size: int) -> tuple[Tensor,
     for of_q, of_k in zip(q.double().chunk(heads), k.double().chunk(heads), strict=True):
         (basis_q, root_q), (basis_k, root_k) = (torch.linalg.qr(part.T) for part in (of_q, of_k))
         left, singular, right = torch.linalg.svd(root_q @ root_k.T)
-        kept = min(size, len(singular))
-        root = singular[:kept].sqrt()
+        rank = min(size, len(singular))
+        root = singular[:rank].sqrt()
         new_q, new_k = of_q.new_zeros(size, of_q.shape[1]), of_k.new_zeros(size, of_k.shape[1])
-        nn.init.normal_(new_k[kept:, :-1], std=0.02)
-        new_q[:kept] = (basis_q @ left[:, :kept] * root).T
-        new_k[:kept] = (basis_k @ right[:kept].T * root).T
+        nn.init.normal_(new_k[rank:, :-1], std=0.02)
+        new_q[:rank] = (basis_q @ left[:, :rank] * root).T
+        new_k[:rank] = (basis_k @ right[:rank].T * root).T
         found_q.append(new_q)
         found_k.append(new_k)
     return torch.cat(found_q).to(q), torch.cat(found_k).to(k)
@@ -450,16 +452,16 @@ def costs(source: FwpLanguageModel, converted: FwpLanguageModel, blocks: Iterabl
         return scores[0]
 
     layers = list(zip(source.decoder.layers, converted.decoder.layers, strict=True))
-    found, tokens = [0.0] * len(layers), 0
+    totals, tokens = [0.0] * len(layers), 0
     for block in blocks:
         expected = log_probs(block)
         for index, (layer, other) in enumerate(layers):
             softmax, layer.self_attn = layer.self_attn, other.self_attn
-            found[index] += float(kl_divergence(log_probs(block), expected))
+            totals[index] += float(kl_divergence(log_probs(block), expected))
             layer.self_attn = softmax
         tokens += block.numel()
-        logger.info("divergence of each layer after %s tokens: %s", f"{tokens:,}", shown(x / tokens for x in found))
-    return [cost / tokens for cost in found]
+        logger.info("divergence of each layer after %s tokens: %s", f"{tokens:,}", shown(x / tokens for x in totals))
+    return [cost / tokens for cost in totals]
 
 
 def build_whole(conversion: Conversion) -> FwpLanguageModel:

@@ -49,14 +49,14 @@ def run(args: Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = make_parser(__doc__)
-    add, positive = made.add_argument, loading.positive
+    command = make_parser(__doc__)
+    add, positive = command.add_argument, loading.positive
     add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
     add("--path", required=True, help="the checkpoint of a language model")
     add("--out", required=True, type=loading.output_file, metavar="FILE", help="file for --finetune-from-model")
     add("--fwl-hidden-dim", type=positive, metavar="F", help="hidden units of the layer (4 D)")
     add("--tokens", type=positive, default=100_000, metavar="N", help="training tokens to read (100,000)")
-    return made
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -47,8 +47,8 @@ OPTIONS = {name: option for source in SOURCES.values() for name, option in sourc
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command; a plug-in that adds rules and maps must be imported before."""
-    made = make_parser(__doc__)
-    add = made.add_argument
+    command = make_parser(__doc__)
+    add = command.add_argument
     add("--user-dir", metavar="DIR", help="a plug-in that adds rules and maps")
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="state dict, checkpoint or folder to convert")
     add("--source", required=True, choices=list(SOURCES), help="the code that wrote the checkpoint")
@@ -56,26 +56,26 @@ def parser() -> argparse.ArgumentParser:
     words = "a vocabulary of one word a line, a dict.txt, or a folder of dictionaries"
     add("--vocabulary", type=Path, metavar="FILE", help=words)
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the results")
-    group = made.add_argument_group("options of the training script")
+    group = command.add_argument_group("options of the training script")
     for name, (kind, text, metavar) in OPTIONS.items():
         if kind is bool:  # None if it is not given
             group.add_argument(f"--{name}", action="store_true", default=None, help=text)
         else:
             group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-    add_attention_flags(made)
-    return made
+    add_attention_flags(command)
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     start_logging()
     import_named_plugin("fwp-convert", arguments)
-    made = parser()
-    args = made.parse_args(arguments)
+    command = parser()
+    args = command.parse_args(arguments)
     source = SOURCES[args.source]
     options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     for name in options.keys() - source.options.keys():
-        made.error(f"--{name} cannot be used with --source {args.source}: leave it out")
-    attention = read_attention(source.arch, made, args)
+        command.error(f"--{name} cannot be used with --source {args.source}: leave it out")
+    attention = read_attention(source.arch, command, args)
     with one_sentence("fwp-convert"):
         tensors, saved = source.read(args.checkpoint)
         words = source.words(args.checkpoint, args.vocabulary)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from fairseq import tasks
 from fairseq.dataclass.utils import overwrite_args_by_name
-from fairseq.models import ARCH_MODEL_REGISTRY, BaseFairseqModel
+from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.modules import LearnedPositionalEmbedding
 from fairseq.tasks import FairseqTask
 from torch import Tensor
@@ -91,7 +91,7 @@ def run(args: Namespace) -> None:
     print(f"wrote {args.out}: {size:.1f} MB, a call reads {pieces}; {differences}")
 
 
-def load(path: str, data: str) -> tuple[BaseFairseqModel, FairseqTask]:
+def load(path: str, data: str) -> tuple[FwpLanguageModel | FwpTransformerModel, FairseqTask]:
     """Return the model of a checkpoint, in evaluation mode, and its task. Raises ValueError for one without a form."""
     checkpoint = read(path)
     if ARCH_MODEL_REGISTRY.get(checkpoint.arch) is FwpTransformerModel:
@@ -113,33 +113,35 @@ def load(path: str, data: str) -> tuple[BaseFairseqModel, FairseqTask]:
     return model.float().eval(), task
 
 
-def most_tokens(model: BaseFairseqModel) -> int | None:
+def most_tokens(model: FwpLanguageModel | FwpTransformerModel) -> int | None:
     """Return how many tokens a text may have, None if it has no end: learned positions are rows of a table."""
-    positions = getattr(model.decoder, "embed_positions", None)
+    positions = model.decoder.embed_positions
     if isinstance(positions, LearnedPositionalEmbedding):  # of a translation
         return int(positions.max_positions)
     return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else None
 
 
-def compare(model: BaseFairseqModel, folder: Path, entries: list[Entry], memory: list[Entry], many: bool) -> float:
+def compare(
+    model: FwpLanguageModel | FwpTransformerModel, folder: Path, entries: list[Entry], memory: list[Entry], many: bool
+) -> float:
     """Return the greatest difference of log-probabilities, over calls that continue from each other's states."""
     import onnxruntime
 
     draw = torch.Generator().manual_seed(1)
-    words, kept = len(model.decoder.dictionary), {}
+    words, memories = len(model.decoder.dictionary), {}
     tokens = torch.randint(model.decoder.padding_idx + 1, words, (3, 12), generator=draw)
     with torch.no_grad():
         if memory:
             source = torch.randint(4, len(model.encoder.dictionary), (3, 9), generator=draw)
             expected = model.get_normalized_probs(model(source, None, tokens), log_probs=True)
             session = onnxruntime.InferenceSession(folder / "source.onnx", providers=["CPUExecutionProvider"])
-            found = session.run(None, {"tokens": source.numpy()})
-            kept = dict(zip((entry.name for entry in memory), found, strict=True))
+            outputs = session.run(None, {"tokens": source.numpy()})
+            memories = dict(zip((entry.name for entry in memory), outputs, strict=True))
         else:
             features, _ = model.decoder.step(tokens, None, 0)
             expected = model.decoder.adaptive_softmax.get_log_prob(features, None)
-    found = read_pieces(folder, entries, tokens.split([7, 1, 3, 1] if many else 1, dim=1), kept)
-    return float((found - expected).abs().max())
+    log_probs = read_pieces(folder, entries, tokens.split([7, 1, 3, 1] if many else 1, dim=1), memories)
+    return float((log_probs - expected).abs().max())
 
 
 def read_pieces(
@@ -154,12 +156,12 @@ def read_pieces(
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     rows = len(pieces[0])
     state = [torch.zeros(rows, *entry.start[1:], dtype=getattr(torch, entry.dtype)).numpy() for entry in entries]
-    found: list[Tensor] = []
+    of_pieces: list[Tensor] = []
     for piece in pieces:
-        given = dict(zip((entry.name for entry in entries), state, strict=True))
-        log_probs, *state = session.run(None, {"tokens": piece.numpy(), **given, **(memory or {})})
-        found.append(torch.from_numpy(log_probs))
-    return torch.cat(found, 1)
+        inputs = dict(zip((entry.name for entry in entries), state, strict=True))
+        log_probs, *state = session.run(None, {"tokens": piece.numpy(), **inputs, **(memory or {})})
+        of_pieces.append(torch.from_numpy(log_probs))
+    return torch.cat(of_pieces, 1)
 
 
 def quantize(path: Path) -> None:
@@ -176,14 +178,14 @@ def quantize(path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = make_parser(__doc__)
-    add = made.add_argument
+    command = make_parser(__doc__)
+    add = command.add_argument
     add("data", help="folder that fairseq-preprocess has written, with the dictionaries of the training")
     add("--path", required=True, help="the checkpoint of a language model or of a translation model")
     add("--out", required=True, type=loading.output_folder, metavar="FOLDER", help="new folder for the graph")
     add("--bpe-codes", type=Path, metavar="FILE", help="codes of subword-nmt, for the folder")
     add("--quantize", choices=["int8"], help="store matrices in 8 bits")
-    return made
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -35,24 +35,24 @@ from fairseq_fwp.pretrained import OURS, read
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command; a plug-in that adds rules and maps must be imported before."""
-    made = make_parser(__doc__)
-    add = made.add_argument
+    command = make_parser(__doc__)
+    add = command.add_argument
     add("--user-dir", metavar="DIR", help="a plug-in that adds rules and maps")
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or folder of the trained model")
     add("--vocabulary", type=Path, metavar="FILE", help="dict.txt, or a folder of dictionaries")
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the results")
     for name in LANGUAGES:
         add(f"--{name.replace('_', '-')}", help="of translation, where the checkpoint does not say it")
-    add_attention_flags(made)
-    return made
+    add_attention_flags(command)
+    return command
 
 
-def add_attention_flags(made: argparse.ArgumentParser) -> None:
+def add_attention_flags(command: argparse.ArgumentParser) -> None:
     """Add the flags of the new attention, of all models whose attention can be replaced, and of how it is made."""
-    group = made.add_argument_group("how another attention replaces softmax (Mao 2022)")
+    group = command.add_argument_group("how another attention replaces softmax (Mao 2022)")
     for name, (kind, text, metavar) in METHOD.items():
         group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-    group = made.add_argument_group("the new attention: flags of fairseq-train")
+    group = command.add_argument_group("the new attention: flags of fairseq-train")
     for action in attention_actions():
         group._add_action(action)
 
@@ -70,7 +70,7 @@ def attention_actions() -> list[argparse.Action]:
 
 
 def read_attention(
-    arch: str, made: argparse.ArgumentParser, args: argparse.Namespace
+    arch: str, command: argparse.ArgumentParser, args: argparse.Namespace
 ) -> tuple[Settings, Method] | None:
     """Return the options of the new attention and how it is made, None = none are given. Exits where they conflict."""
     known = {name for options in ATTENTION_OPTIONS.values() for name in options}
@@ -81,7 +81,7 @@ def read_attention(
     try:
         check_options(arch, options, method)
     except ValueError as error:
-        made.error(str(error))
+        command.error(str(error))
     return options, method
 
 
@@ -115,11 +115,11 @@ def report(conversion: Conversion, out: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     start_logging()
     import_named_plugin("fwp-linearize", arguments)
-    made = parser()
-    args = made.parse_args(arguments)
+    command = parser()
+    args = command.parse_args(arguments)
     with one_sentence("fwp-linearize"):
         source, tensors, settings = read_source(args.checkpoint)
-        attention = read_attention(source.arch, made, args)
+        attention = read_attention(source.arch, command, args)
         if attention is None:
             raise ValueError("flags of the new attention must be given, such as --decoder-update-rule, got none")
         languages = {name: value for name in LANGUAGES if (value := getattr(args, name)) is not None}

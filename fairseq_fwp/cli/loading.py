@@ -50,13 +50,13 @@ def check_writable(path: Path) -> Path:
 
 def dictionary_of_settings(text: str) -> Settings:
     try:
-        found = ast.literal_eval(text)
+        settings = ast.literal_eval(text)
     except (SyntaxError, ValueError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        settings = None
+    if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
         expected = "a dictionary of settings like {'max_target_positions': 512}"
         raise argparse.ArgumentTypeError(f"it must be {expected}, got {text!r}")
-    return found
+    return settings
 
 
 def positive(text: str) -> int:
@@ -79,9 +79,9 @@ def refuse_inputs(data: str, checkpoint: str, outputs: dict[str, Path | None]) -
     """Raise ValueError if an output, by its flag, is the checkpoint, or a dictionary or text in the data folder."""
     folders = {Path(folder).resolve() for folder in utils.split_paths(data)}
     for flag, path in outputs.items():
-        found = (path or Path()).resolve()
-        is_data = found.name.startswith("dict.") or found.suffix in (".bin", ".idx")
-        if path and (found == Path(checkpoint).resolve() or (found.parent in folders and is_data)):
+        output = (path or Path()).resolve()
+        is_data = output.name.startswith("dict.") or output.suffix in (".bin", ".idx")
+        if path and (output == Path(checkpoint).resolve() or (output.parent in folders and is_data)):
             raise ValueError(f"{flag} must be another file than those that are read, got {path}: give another name")
 
 
@@ -192,8 +192,8 @@ def load_text(task: FairseqTask, data: str, subset: str, first: int, reset_after
     folder, dictionary = utils.split_paths(data)[0], task.source_dictionary
     dataset = data_utils.load_indexed_dataset(os.path.join(folder, subset), dictionary)
     if dataset is None:
-        found = ", ".join(sorted({file.stem for file in Path(folder).glob("*.idx")})) or "other files"
-        raise ValueError(f"the text {subset!r} must exist in {folder}, got only {found}")
+        subsets = ", ".join(sorted({file.stem for file in Path(folder).glob("*.idx")})) or "other files"
+        raise ValueError(f"the text {subset!r} must exist in {folder}, got only {subsets}")
     lines = texts.Text(dataset)
     tokens = lines.tokens(0, len(lines)).long()
     if reset_after is None:

@@ -91,11 +91,11 @@ def command_line(conversion: Conversion) -> list[str]:
         source, *_, target = [*conversion.words] * 2
         task = ["translation", "--source-lang", source, "--target-lang", target]
         criterion = ["cross_entropy"]  # without options: another criterion would not know them
-    found = ["--task", *task, "--arch", conversion.arch]
+    flags = ["--task", *task, "--arch", conversion.arch]
     for name, value in conversion.flags.items():
         if value is not None and value is not False:
-            found += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    return [*found, "--criterion", *criterion]
+            flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return [*flags, "--criterion", *criterion]
 
 
 def parse(flags: list[str], data: Path) -> Namespace:

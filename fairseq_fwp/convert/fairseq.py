@@ -110,21 +110,21 @@ def convert_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options
             reason = "embeddings with a projection cannot be converted"
             raise ValueError(f"{flag(name)} must be {dim}, as --decoder-embed-dim, got {size}: {reason}")
     check_vocabulary(tensors, len(words), "decoder", "the dictionary", "the dict.txt")
-    rest, version = Tensors(without_marks(tensors)), tensors.get("decoder.version", torch.ones(1))
+    remaining, version = Tensors(without_marks(tensors)), tensors.get("decoder.version", torch.ones(1))
     output = adaptive_flags if options.get("adaptive_softmax_cutoff") is not None else plain_flags
-    flags = {**common_flags(options, float(version[0])), **output(rest, options, len(words))}
+    flags = {**common_flags(options, float(version[0])), **output(remaining, options, len(words))}
     weights: dict[str, Tensor] = {}
     for layer in (f"decoder.layers.{index}.self_attn" for index in range(options["decoder_layers"])):
         for part in ("weight", "bias"):
-            if f"{layer}.in_proj_{part}" not in rest:
-                of_each = [rest.take(f"{layer}.{letter}_proj.{part}") for letter in "qkv"]
+            if f"{layer}.in_proj_{part}" not in remaining:
+                of_each = [remaining.take(f"{layer}.{letter}_proj.{part}") for letter in "qkv"]
                 weights[f"{layer}.in_proj.{part}"] = torch.cat(of_each)
-    if "decoder.embed_positions.weight" in rest:  # the table begins with unused rows, up to the row of padding
-        table = rest.take("decoder.embed_positions.weight")
+    if "decoder.embed_positions.weight" in remaining:  # the table begins with unused rows, up to the row of padding
+        table = remaining.take("decoder.embed_positions.weight")
         weights["decoder.embed_positions.table.weight"] = table[Dictionary().pad() + 1 :]
     left_out = [name for name in ("decoder_layerdrop", "quant_noise_pq", "quant_noise_scalar") if options.get(name)]
     notes = [f"{flag(name)}, which the model was trained with, is left out" for name in left_out]
-    return with_same_words(Conversion("fwp_lm", flags, {**weights, **rest.rename(NAMES)}, words, notes), options)
+    return with_same_words(Conversion("fwp_lm", flags, {**weights, **remaining.rename(NAMES)}, words, notes), options)
 
 
 def common_flags(options: Options, version: float) -> Settings:
@@ -196,10 +196,10 @@ def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> C
 def words_of_languages(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
     """The words of every language that has a dict.LANGUAGE.txt in the given folder, or else next to the checkpoint."""
     folder = given or checkpoint.parent
-    found = {path.name.split(".")[1]: read_words(path) for path in sorted(folder.glob("dict.*.txt"))}
-    if not found:
+    words = {path.name.split(".")[1]: read_words(path) for path in sorted(folder.glob("dict.*.txt"))}
+    if not words:
         raise ValueError(f"{folder} must hold dict.LANGUAGE.txt: give the folder of the training with --vocabulary")
-    return found
+    return words
 
 
 def keep_translation(tensors: Mapping[str, Tensor], words: dict[str, list[str]], options: Options) -> Conversion:

@@ -40,8 +40,8 @@ def write_model(conversion: Conversion, out: Path) -> None:
         raise ValueError(f"the model must be a language model to be written as safetensors, got {conversion.arch}")
     model, (dictionary,) = build(conversion), dictionaries(conversion).values()
     # Each parameter once, although the input and the output may share it.
-    kept = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name in kept}
+    names = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name in names}
     flags = {name: value for name, value in conversion.flags.items() if value is not None}
     known = {"vocab_size": len(dictionary), KEY: fingerprints(make_task(conversion))}
     write(out, {"model_type": conversion.arch, **known, **flags}, tensors, dictionary)

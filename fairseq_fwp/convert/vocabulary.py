@@ -66,11 +66,11 @@ def arrange(words: list[str]) -> Vocabulary:
     rows = [-1] * len(specials)
     for index, names in ((specials.eos(), END_OF_LINE), (specials.unk(), UNKNOWN)):
         rows[index] = next((numbers[name] for name in names if name in numbers), -1)
-    rest = [word for number, word in enumerate(words) if number not in rows]
-    for word in rest:
+    others = [word for number, word in enumerate(words) if number not in rows]
+    for word in others:
         if word in specials:
             raise ValueError(f"the vocabulary must not hold {word!r}, which fairseq reserves: rename it")
-    return Vocabulary(rest, torch.tensor(rows + [numbers[word] for word in rest]))
+    return Vocabulary(others, torch.tensor(rows + [numbers[word] for word in others]))
 
 
 def given_words(checkpoint: Path, given: Path | None) -> list[str]:

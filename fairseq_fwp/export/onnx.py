@@ -59,8 +59,8 @@ class _Reader(nn.Module):
         self.is_tensor = [x is not None for x in leaves]
 
     def forward(self, tokens: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        given = iter(tensors)
-        leaves = [next(given) if is_tensor else None for is_tensor in self.is_tensor]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if is_tensor else None for is_tensor in self.is_tensor]
         log_probs, state = self.read(tokens, pytree.tree_unflatten(leaves, self.structure))
         return log_probs, *_tensors(state)
 
@@ -203,15 +203,15 @@ class _Translation(_Reader):
             x = decoder.layernorm_embedding(x)
         x, after = x.transpose(0, 1), []
         for layer, memory, own in zip(decoder.layers, state.memory, state.layers, strict=True):
-            kept: Settings = {}
-            _give(layer.self_attn, kept, own)
+            buffers: Settings = {}
+            _give(layer.self_attn, buffers, own)
             source = x  # softmax attention does not read it, as it has its keys and values
             if isinstance(memory, _Cache):
-                _give(layer.encoder_attn, kept, memory)
+                _give(layer.encoder_attn, buffers, memory)
             else:
                 source = _OneMemory(memory)
-            x, _, _ = layer(x, source, None, kept)
-            after.append(_take(layer.self_attn, kept))
+            x, _, _ = layer(x, source, None, buffers)
+            after.append(_take(layer.self_attn, buffers))
         x = x if decoder.layer_norm is None else decoder.layer_norm(x)
         x = x.transpose(0, 1)
         if decoder.project_out_dim is not None:
@@ -238,18 +238,18 @@ def _empty(attention: CausalAttention | MultiheadAttention, rows: int, dim: int)
     return _Cache(*(torch.zeros(rows, attention.num_heads, 0, attention.head_dim) for _ in _Cache._fields))
 
 
-def _give(attention: CausalAttention | MultiheadAttention, kept: Settings, state: _OfAttention) -> None:
+def _give(attention: CausalAttention | MultiheadAttention, buffers: Settings, state: _OfAttention) -> None:
     """Put a state where fairseq's layer looks for it while it decodes."""
     if isinstance(state, _Cache):
-        attention._set_input_buffer(kept, {"prev_key": state.keys, "prev_value": state.values})
+        attention._set_input_buffer(buffers, {"prev_key": state.keys, "prev_value": state.values})
     else:
-        attention.set_incremental_state(kept, "state", state)
+        attention.set_incremental_state(buffers, "state", state)
 
 
-def _take(attention: CausalAttention | MultiheadAttention, kept: Settings) -> _OfAttention:
+def _take(attention: CausalAttention | MultiheadAttention, buffers: Settings) -> _OfAttention:
     if isinstance(attention, CausalAttention):
-        return attention.get_incremental_state(kept, "state")
-    buffer = attention._get_input_buffer(kept)
+        return attention.get_incremental_state(buffers, "state")
+    buffer = attention._get_input_buffer(buffers)
     return _Cache(buffer["prev_key"], buffer["prev_value"])
 
 
@@ -332,15 +332,15 @@ def _program(
 
 def _translations() -> dict[Any, Callable[..., Any]]:
     """Return what stands for our operators in a graph: an operator of ONNX Runtime, or the definition for one token."""
-    found: dict[Any, Callable[..., Any]] = {
+    translations: dict[Any, Callable[..., Any]] = {
         torch.ops.fwp.fast_weights.default: _linear_attention,
         torch.ops.fwp.causal_conv1d.default: convolution.definition,
         torch.ops.aten.argsort.stable: _argsort,
     }
     for rule in RULES:
         if rule.family is None:
-            found[getattr(torch.ops.fwp, rule.name).default] = partial(_one_token, rule)
-    return found
+            translations[getattr(torch.ops.fwp, rule.name).default] = partial(_one_token, rule)
+    return translations
 
 
 def _argsort(x: Tensor, stable: bool, dim: int) -> Tensor:
@@ -348,16 +348,16 @@ def _argsort(x: Tensor, stable: bool, dim: int) -> Tensor:
     return x.int().topk(x.shape[dim], dim, largest=False).indices
 
 
-def _one_token(rule: Rule, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tokens, state, first = given
+def _one_token(rule: Rule, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tokens, state, first = inputs
     if tokens[0].shape[2] != 1:
         raise _OneToken
     out, after = rule.reference(*tokens, state=state, first=first)
     return out, after, tokens[0].new_zeros(0)
 
 
-def _linear_attention(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, unused = Inputs(*given), given[0].new_zeros(0)
+def _linear_attention(*inputs_of_rule: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, unused = Inputs(*inputs_of_rule), inputs_of_rule[0].new_zeros(0)
     B, H, L, Dv = x.v.shape
     Dk = x.q.shape[3]
     q, k = (y if y.shape[1] == H else y.repeat_interleave(H // y.shape[1], 1) for y in (x.q, x.k))

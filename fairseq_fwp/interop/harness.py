@@ -46,18 +46,18 @@ class Words:
 
     def pieces(self, text: str) -> list[tuple[int, str]]:
         """Return the tokens of a text with their words, as unknown words are one token."""
-        found: list[tuple[int, str]] = []
+        pieces: list[tuple[int, str]] = []
         for line in io.StringIO(text, newline=None):  # ends a line where a file does, unlike splitlines
             words = self.split(line).split()
             numbers = [*map(self.dictionary.index, words)]
             if self.dictionary.pad() in numbers:
                 raise ValueError(f"a text must not have the word {self.dictionary.pad_word}, which fills up lines")
-            found += zip(numbers, words, strict=True)
-            found += [(self.dictionary.eos(), "\n")] * line.endswith("\n")
+            pieces += zip(numbers, words, strict=True)
+            pieces += [(self.dictionary.eos(), "\n")] * line.endswith("\n")
             if not self.warned and (unknown := [word for word in words if word not in self.dictionary]):
                 logger.warning(f"words that the dictionary lacks, such as {unknown[0]!r}, are scored as <unk>")
                 self.warned = True
-        return found
+        return pieces
 
     def decode(self, tokens: Sequence[int]) -> str:
         eos = self.dictionary.eos()
@@ -92,8 +92,8 @@ class Numbers:
 
     def pieces(self, text: str) -> list[tuple[int, tuple[int, int]]]:
         """Return the tokens of a text with their places in it, as unknown words are one token."""
-        found = self.tokenizer.encode(text, add_special_tokens=False)
-        return [(self.rows[number], place) for number, place in zip(found.ids, found.offsets, strict=True)]
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        return [(self.rows[number], place) for number, place in zip(encoding.ids, encoding.offsets, strict=True)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode([self.numbers[token] for token in tokens if token in self.numbers]))
@@ -168,11 +168,11 @@ class Harness(TemplateLM):
 
     def fingerprint(self) -> str:
         """Return a number of the weights and of all settings that answers depend on."""
-        found = hashlib.sha256(repr((self.max_length, self.dictionary.symbols, self.text.rules)).encode())
+        digest = hashlib.sha256(repr((self.max_length, self.dictionary.symbols, self.text.rules)).encode())
         for name, tensor in self.decoder.state_dict().items():
-            found.update(name.encode())
-            found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        return found.hexdigest()
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     @property
     def tokenizer_name(self) -> str:
@@ -212,29 +212,29 @@ class Harness(TemplateLM):
 
         Raises ValueError for a text without a token.
         """
-        found = []
+        sums = []
         for (text,) in [request.args for request in requests]:
             start, most, tokens = self.eot_token_id, self.max_length, self.tok_encode(text)
             if not tokens:
                 raise ValueError(f"a text to score must have at least one token, got none in {text[:60]!r}")
             windows = map(make_disjoint_window, get_rolling_token_windows(tokens, start, most, 1))
             scores = self._loglikelihood_tokens([(("", ""), *window) for window in windows])
-            found.append(sum(score for score, _ in scores))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
-        return found
+            sums.append(sum(score for score, _ in scores))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), sums[-1])
+        return sums
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: object) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether each of its tokens is the most probable one."""
-        found: dict[int, tuple[float, bool]] = {}
-        for batch in self.batches([[*context, *rest] for _, context, rest in requests]):
+        scores: dict[int, tuple[float, bool]] = {}
+        for batch in self.batches([[*context, *continuation] for _, context, continuation in requests]):
             tokens = torch.tensor([row for _, row in batch], device=self.device)
             with torch.no_grad(), faster_linear():
                 features = self.decoder(tokens[:, :-1])[0]
                 for (index, _), x, row in zip(batch, features, tokens, strict=True):
-                    found[index] = self.score(x, row[1:], len(requests[index][2]))
+                    scores[index] = self.score(x, row[1:], len(requests[index][2]))
         for index, (texts, _, _) in enumerate(requests):
-            self.cache_hook.add_partial("loglikelihood", texts, found[index])
-        return [found[index] for index in range(len(requests))]
+            self.cache_hook.add_partial("loglikelihood", texts, scores[index])
+        return [scores[index] for index in range(len(requests))]
 
     def batches(self, rows: list[list[int]]) -> Iterator[list[tuple[int, list[int]]]]:
         """Yield rows of one length, at most batch_size, with their indices; a row keeps its last max_length + 1."""
@@ -267,9 +267,9 @@ class Harness(TemplateLM):
 
         Raises ValueError for another way to choose tokens.
         """
-        found = []
-        for context, given in [request.args for request in requests]:
-            settings: Settings = normalize_gen_kwargs(given, MOST_NEW_TOKENS)
+        texts = []
+        for context, kwargs in [request.args for request in requests]:
+            settings: Settings = normalize_gen_kwargs(kwargs, MOST_NEW_TOKENS)
             until, most = settings.pop("until"), settings.pop("max_gen_toks")
             sampled, temperature = settings.pop("do_sample"), settings.pop("temperature", 0.0)
             if most < 1:
@@ -279,9 +279,9 @@ class Harness(TemplateLM):
             if settings or not temperature >= 0:
                 got = ", ".join(settings) or f"temperature {temperature}"
                 raise ValueError(f"generation must be by do_sample and temperature, 0 or more, got {got}")
-            found.append(self.generate(context, [stop for stop in until if stop], most, sampled * temperature))
-            self.cache_hook.add_partial("generate_until", (context, given), found[-1])
-        return found
+            texts.append(self.generate(context, [stop for stop in until if stop], most, sampled * temperature))
+            self.cache_hook.add_partial("generate_until", (context, kwargs), texts[-1])
+        return texts
 
     @torch.no_grad()
     def generate(self, context: str, until: list[str], most: int, temperature: float) -> str:

@@ -66,9 +66,9 @@ def read_config(path: Path, name: str, sizes: Sequence[str], defaults: Settings 
 def read_json(path: Path) -> Settings:
     """The object in a file. Raises ValueError for any other file."""
     try:
-        found: Settings = json.loads(path.read_text(encoding="utf-8"))
+        content: Settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")
-    return found
+    return content

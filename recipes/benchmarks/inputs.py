@@ -82,13 +82,13 @@ FORMS = measured_forms()
 def draw(form, shape, dtype=torch.float32, device="cpu"):
     """Return {name: tensor} of a form's inputs, in its order; the same name always gives the same tensor."""
     B, H, L, Dk, Dv = shape
-    sizes, found = {"Dk": Dk, "Dv": Dv, "N": 2}, {}
+    sizes, tensors = {"Dk": Dk, "Dv": Dv, "N": 2}, {}
     for name in FORMS[form][1].split():
-        size, made = TENSORS[name]
+        size, function = TENSORS[name]
         generator = torch.Generator(device).manual_seed(list(TENSORS).index(name))
         x = torch.randn(B, H, L, *(sizes[n] for n in size.split()), generator=generator, device=device)
-        found[name] = made(x).to(dtype)
-    return found
+        tensors[name] = function(x).to(dtype)
+    return tensors
 
 
 def leaves(form, shape, dtype=torch.float32, device="cpu"):

@@ -147,7 +147,7 @@ def test_rows_of_a_conversion_are_what_the_commands_take(corpus, ablations):
         assert "from" not in row or row["from"] in {other["run"] for other in stages}
         parser = convert.parser()
         args = parser.parse_args(["x.pt", "--source", "fwp-lm", "--out", "y", *row.get("target", "").split()])
-        targets[row["run"]] = convert.read_attention(parser, args)
+        targets[row["run"]] = convert.read_attention("fwp_lm", parser, args)
         assert row["paper"].keys() <= set(found["measures"])
     kept = {"softmax", *(row["run"] for row in stages if "from" in row)}
     assert {name for name, target in targets.items() if target is None} <= kept
