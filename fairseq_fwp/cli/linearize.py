@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     add("--vocabulary", type=Path, metavar="FILE", help="dict.txt, or a folder of dictionaries")
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the results")
     for name in LANGUAGES:
-        add(f"--{name.replace('_', '-')}", help="of translation, where the checkpoint does not say it")
+        add(f"--{name}", metavar="LANG", help="of translation, where the checkpoint does not say it")
     add_attention_flags(command)
     return command
 
