@@ -282,7 +282,7 @@ def scale_by_decay(attention: FastWeightAttention, q: Tensor, k: Tensor, v: Tens
 
 def scale_unnormalized(attention: FastWeightAttention, q: Tensor, k: Tensor, v: Tensor) -> Projections:
     """Scale W_v down, because nothing divides the sum (Mao 2022, footnote 4)."""
-    return q, k, v if attention.attention_normalization else v * SUM_VALUE_SCALE
+    return q, k, v if attention.memory.normalization else v * SUM_VALUE_SCALE
 
 
 def write_little(attention: FastWeightAttention, q: Tensor, k: Tensor, v: Tensor) -> Projections:

@@ -20,7 +20,7 @@ from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Sample
 from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
-from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES
+from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES, SegmentMemory
 from fairseq_fwp.modules.attention.base import Attention, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.decoder_layer import DecoderLayer, LayerState
@@ -125,9 +125,10 @@ STATES: set[type[StateTree]] = {
 }
 # A checkpoint in mid-epoch holds the state of its streams, under the class names of its time.
 torch.serialization.add_safe_globals([*STATES, *FORMER_NAMES, (LayerState, "fairseq_fwp.modules.layers.LayerState")])
-# Models saved by torch.export.save take and return these states.
+# Models saved by torch.export.save take and return these states, some under former names.
 for _state in STATES:
-    torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_state.__name__}")
+    _name = {SegmentMemory: "Memory"}.get(_state, _state.__name__)
+    torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_name}")
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):

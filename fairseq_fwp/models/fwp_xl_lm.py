@@ -19,7 +19,12 @@ from fairseq_fwp.models.attention_options import SIZES, naming_flags
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.attention.base import Attention, check_heads
-from fairseq_fwp.modules.attention.relative import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
+from fairseq_fwp.modules.attention.relative import (
+    LearnedDistances,
+    RelativeAttention,
+    SegmentMemory,
+    SinusoidalDistances,
+)
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions
 from fairseq_fwp.options import option
@@ -174,7 +179,7 @@ class FwpXlDecoder(LanguageModelDecoder):
         if isinstance(self.attentions[0], SoftmaxAttention):  # its state is keys and values already
             return state
         if state is None:
-            empty = Memory(self.embed_tokens(tokens[:, :0]))
+            empty = SegmentMemory(self.embed_tokens(tokens[:, :0]))
             state = DecoderState((empty,) * len(self.layers), tokens.new_zeros(len(tokens)))
         attentions = (cast(RelativeAttention, attention) for attention in self.attentions)
         caches = (attention.cache(memory) for attention, memory in zip(attentions, state.layers, strict=True))

@@ -94,9 +94,11 @@ class CausalAttention(FairseqIncrementalDecoder):
         **rest: object,
     ) -> tuple[Tensor, None]:
         """Return the output (L, B, D), and None for weights; query (L, B, D) is also key and value."""
+        x = query.transpose(0, 1)
+        if incremental_state is None:
+            return self.attention.read_whole(x, key_padding_mask).transpose(0, 1), None
         state = self.get_incremental_state(incremental_state, "state")
-        keep = incremental_state is not None
-        y, state = self.attention(query.transpose(0, 1), state, key_padding_mask, keep_state=keep)
+        y, state = self.attention(x, state, key_padding_mask)
         self.set_incremental_state(incremental_state, "state", state)
         return y.transpose(0, 1), None
 

@@ -17,13 +17,13 @@ O(L Dk S).
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fairseq_fwp.checks import check
+from fairseq_fwp.modules.attention.memory import Memory
 from fairseq_fwp.modules.attention.normalization import (
     AttentionNormalization,
     SumNormalization,
@@ -31,13 +31,13 @@ from fairseq_fwp.modules.attention.normalization import (
     running_sum,
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.update_rules import UPDATE_RULES, Gate, find_rule
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, Gate, Operator, find_rule, run
 from fairseq_fwp.ops.arguments import at_least_float32
 
 # Gates -> (B, H, L), how strongly a token writes, of operators that can be read backwards from a query: they are linear
 # in the values, and their transition is symmetric.
-WRITE_STRENGTHS: dict[Callable[..., Any], Callable[..., Any]] = {
-    UPDATE_RULES["sum"].operator: lambda: 1,
+WRITE_STRENGTHS: dict[Operator, Callable[..., Tensor]] = {
+    UPDATE_RULES["sum"].operator: lambda: torch.ones(()),
     UPDATE_RULES["gated"].operator: lambda gate: 1 - gate,
     UPDATE_RULES["delta"].operator: lambda beta: beta,
 }
@@ -87,29 +87,31 @@ class FastWeightMemory(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.rule = rule = find_rule(update_rule)
-        self.sum_normalization, self.attention_normalization = fit_normalizations(
+        rule = find_rule(update_rule)
+        self.sum_normalization, normalization = fit_normalizations(
             feature_map, sum_normalization, attention_normalization
         )
-        what = "the update rule must have one key per token for associations"
-        check(rule.steps == 1, f"{what}, got {update_rule} with {rule.steps}")
+        check(
+            rule.steps == 1,
+            f"the update rule must have one key per token for associations, got {update_rule} with {rule.steps}",
+        )
         check(
             not attention_normalization or (rule.normaliser is not None and not rule.normaliser.output_only),
             f"`attention_normalization` must be left out for the update rule {update_rule}, where it is not defined: "
             "use `sum_normalization`",
         )
+        self.memory = Memory(rule, normalization, backend)
         self.feature_map = feature_map
         self.num_values = num_values
         self.norm_read_out = norm_read_out
-        self.backend = backend
         self.gate_activations = nn.ModuleDict(
             {gate.name: gate.learned(1, self._size(gate)) for gate in rule.gates if gate.learned}
         )
 
     @property
-    def write_strength(self) -> Callable[..., Any] | None:
+    def write_strength(self) -> Callable[..., Tensor] | None:
         """The entry of the rule in `WRITE_STRENGTHS`."""
-        return WRITE_STRENGTHS.get(self.rule.operator)
+        return WRITE_STRENGTHS.get(self.memory.rule.operator)
 
     def _size(self, gate: Gate) -> int:
         return gate.width(self.feature_map.feature_dim, self.num_values)
@@ -120,7 +122,7 @@ class FastWeightMemory(nn.Module):
         They have full rank here; in layers the rank may be smaller.
         """
         projections = nn.ModuleDict()
-        for gate in self.rule.gates:
+        for gate in self.memory.rule.gates:
             size = self._size(gate)
             projections[gate.name] = linear = nn.Linear(in_features, size, bias=gate.bias is not None)
             if gate.bias is not None:
@@ -136,20 +138,11 @@ class FastWeightMemory(nn.Module):
     def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
         """Return the retrieved values (B, Q, S); gates: logits (B, L, size), in the order of `gate_projections`."""
         q, k = self._map(q), self._map(k)
-        gates = [self._open(gate, logits) for gate, logits in zip(self.rule.gates, gates, strict=True)]
-        written, scale, z = k, k.new_ones(1), None
-        retrieves = self.rule.normaliser is not None and self.rule.normaliser.retrieved
-        if self.attention_normalization and retrieves:  # a factor of the values normalises what is retrieved
-            z, ones = k.sum(2).unsqueeze(-1), k.new_ones(*k.shape[:3], 1)
-            written, scale = self.attention_normalization.normalize_retrieval(k, ones, running_sum(k))
+        gates = [self._open(gate, logits) for gate, logits in zip(self.memory.rule.gates, gates, strict=True)]
         if self.write_strength is None:
-            v = functional.one_hot(values, self.num_values).unsqueeze(1) * scale
-            out = q @ self._write(written, v, gates)
+            out = self._read_matrix(q, k, values, gates)
         else:
-            weights = self._read_backwards(q, written, gates, self.write_strength(*gates)) * scale
-            out = distribute(weights.squeeze(1), values, self.num_values).unsqueeze(1)
-        if self.attention_normalization:
-            out = out / self.attention_normalization.bound(self._divisor(q, k, gates, out) if z is None else q @ z)
+            out = self._read_backwards(q, k, values, gates, self.write_strength(*gates))
         out = out.squeeze(1)
         return functional.layer_norm(out, out.shape[-1:]) if self.norm_read_out else out
 
@@ -164,21 +157,37 @@ class FastWeightMemory(nn.Module):
         opened: Tensor = activation(at_least_float32(logits).unsqueeze(2)).transpose(1, 2)
         return opened if gate.size else opened.squeeze(-1)
 
-    def _divisor(self, q: Tensor, k: Tensor, gates: list[Tensor], out: Tensor) -> Tensor:
-        """Return q . z_L (B, 1, Q, 1), where z is the memory for values of one: it forgets as the rule does."""
-        if self.write_strength is not None:
-            return out.sum(-1, keepdim=True)  # the one-hot vectors sum to values of one
-        if self.rule.normaliser is None or self.rule.normaliser.gates is None:
-            return q @ k.sum(2).unsqueeze(-1)
-        forgets = [gate.contiguous() for gate in self.rule.normaliser.gates(*gates)]
-        return q @ self._write(k, k.new_ones(*k.shape[:3], 1), forgets)
+    def _read_matrix(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
+        """Return the values (B, 1, Q, S) that queries retrieve from the memory, which all pairs have written."""
+        v = functional.one_hot(values, self.num_values).unsqueeze(1).to(k.dtype)
+        z = k.sum(2)
+        _, state = self.memory.read(k, k, v, gates)
+        out = q @ state.weights
+        if self.memory.normalization is None:
+            return out
+        normaliser = self.memory.rule.normaliser
+        if normaliser is not None and normaliser.gates is not None and state.normalizer is not None:
+            z = state.normalizer
+        return out / self.memory.normalization.bound(q @ z.unsqueeze(-1))
 
-    def _write(self, k: Tensor, v: Tensor, gates: list[Tensor]) -> Tensor:
-        """Return the memory (B, 1, Dk, Dv) after all of v (B, 1, L, Dv). The operator's outputs are not used."""
-        return self.rule.operator(k, k, v, *gates, backend=self.backend)[1]
+    def _read_backwards(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor], strength: Tensor) -> Tensor:
+        """Return the same for a rule with a write strength (B, 1, L), without the matrix."""
+        normalization, normaliser = self.memory.normalization, self.memory.rule.normaliser
+        retrieves = normaliser is not None and normaliser.retrieved
+        written, scale, z = k, k.new_ones(1), k.sum(2)
+        if normalization is not None and retrieves:  # a factor of the values normalises what is retrieved
+            ones = k.new_ones(*k.shape[:3], 1)
+            written, scale = normalization.normalize_retrieval(k, ones, running_sum(k))
+        weights = self._retrieved(q, written, gates, strength) * scale
+        out = distribute(weights.squeeze(1), values, self.num_values).unsqueeze(1)
+        if normalization is None:
+            return out
+        # The one-hot vectors sum to values of one, whose memory is the normaliser.
+        divisor = q @ z.unsqueeze(-1) if retrieves else out.sum(-1, keepdim=True)
+        return out / normalization.bound(divisor)
 
-    def _read_backwards(self, q: Tensor, k: Tensor, gates: list[Tensor], strength: Any) -> Tensor:
-        """Return c (B, 1, L, Q), for a rule with a write strength (B, 1, L).
+    def _retrieved(self, q: Tensor, k: Tensor, gates: list[Tensor], strength: Tensor) -> Tensor:
+        """Return c (B, 1, L, Q), how much of each written value a query retrieves.
 
         The operator reads after each write, so the read after write t uses the key of write t - 1.
         """
@@ -188,7 +197,7 @@ class FastWeightMemory(nn.Module):
         writes, reads = k[:, :, :-1], k[:, :, 1:]
         zeros = k.new_zeros(*writes.shape[:3], q.shape[2])
         before = [gate[:, :, :-1] for gate in gates]
-        out, _ = self.rule.operator(reads, writes, zeros, *before, state, backend=self.backend)
+        out, _ = run(self.memory.rule.operator, reads, writes, zeros, before, state, None, self.memory.backend)
         return strength.unsqueeze(-1) * torch.cat([k[:, :, :1] @ state, out], dim=2).flip(2)
 
 

@@ -12,7 +12,7 @@ from fairseq_fwp.decoding import Extra, Sample, State
 Result = TypeVar("Result")
 
 
-class Memory(NamedTuple):
+class Carried(NamedTuple):
     """A state, the streams in its rows, and the segment that comes next."""
 
     segment: int = 0
@@ -24,7 +24,7 @@ class CarriedState:
     """The state that one process carries through an epoch, or through a validation."""
 
     def __init__(self) -> None:
-        self._now = self._before_update = Memory()
+        self._now = self._before_update = Carried()
         self._updated = False
         self._saved: Tensor | None = None
 
@@ -48,7 +48,7 @@ class CarriedState:
         finally:
             hook.remove()
         state = None if sample["last"] else states[-1].detach()
-        self._now = Memory(sample["segment"] + 1, tuple(sample["streams"]), state)
+        self._now = Carried(sample["segment"] + 1, tuple(sample["streams"]), state)
         return result
 
     def end_update(self) -> None:
@@ -60,7 +60,7 @@ class CarriedState:
         device = sample["net_input"]["src_tokens"].device
         if self._saved is not None:
             buffer, self._saved = io.BytesIO(self._saved.numpy().tobytes()), None
-            self._now = self._before_update = Memory(*torch.load(buffer, map_location=device, weights_only=True))
+            self._now = self._before_update = Carried(*torch.load(buffer, map_location=device, weights_only=True))
         if sample["segment"] < self._now.segment:
             # --amp repeats an update with the same batches after an overflow.
             self._now = self._before_update

@@ -8,6 +8,7 @@ from support.attentions import BASELINES, DIM, FAST_WEIGHTS, KINDS, MODERN, buil
 from support.pairwise import looped
 
 from fairseq_fwp.modules.attention.base import detach, reorder
+from fairseq_fwp.modules.attention.memory import Memory
 
 PACKING = FAST_WEIGHTS + list(MODERN) + [("delta_rnn",), ("time_mix",)]
 HALF_ERROR = 0.02
@@ -114,8 +115,9 @@ def test_transforms_of_functions(kind):
     values = {name: parameter.detach() for name, parameter in parameters.items()}
     along = {name: torch.randn_like(value) for name, value in values.items()}
     for module in layer.modules():
-        if hasattr(module, "backend"):
-            module.backend = "reference"
+        for part in vars(module).values():
+            if isinstance(part, Memory):
+                part.backend = "reference"
 
     def loss(values, sample):
         return torch.func.functional_call(layer, values, (sample,))[0].square().sum()

@@ -27,7 +27,7 @@ from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import plain
 
 FAVOR = {"decoder_feature_map": "favor"}
-ATTENTION, READ_OUT = {"attention_normalization": True}, "attention_normalization.read_out_only"
+ATTENTION, READ_OUT = {"attention_normalization": True}, "memory.normalization.read_out_only"
 REACHED = [
     ({"decoder_key_dim": 5}, "key_dim", 5),
     ({"sum_normalization": True}, "sum_normalization.epsilon", 1e-6),
@@ -36,11 +36,11 @@ REACHED = [
     ({"sum_normalization": True, "normalization_epsilon": 0.5}, "sum_normalization.epsilon", 0.5),
     ({"sum_normalization": True, "sum_normalization_epsilon": 0.25}, "sum_normalization.epsilon", 0.25),
     ({"sum_normalization": True, "add_normalization_epsilon": True}, "sum_normalization.add_epsilon", True),
-    ({**ATTENTION, "normalization_epsilon": 0.5}, "attention_normalization.epsilon", 0.5),
-    ({**ATTENTION, "sum_normalization_epsilon": 0.5}, "attention_normalization.epsilon", 1e-6),
+    ({**ATTENTION, "normalization_epsilon": 0.5}, "memory.normalization.epsilon", 0.5),
+    ({**ATTENTION, "sum_normalization_epsilon": 0.5}, "memory.normalization.epsilon", 1e-6),
     ({"scale_read_out": True}, "scale", 0.5),
     ({"norm_read_out": True}, "read_out_norm.normalized_shape", (4,)),
-    ({"fwp_backend": "kernel"}, "backend", "kernel"),
+    ({"fwp_backend": "kernel"}, "memory.backend", "kernel"),
     ({**FAVOR, "favor_draw": "gaussian"}, "feature_map.draw", "gaussian"),
     ({**FAVOR, "favor_features": 3, "decoder_key_dim": 5}, "feature_map.projection.shape", (3, 5)),
     ({**FAVOR, "favor_offset": 0.125}, "feature_map.offset", 0.125),

@@ -252,7 +252,7 @@ def test_presets_have_the_papers_sizes(arch):
         return
     causal = decoder.self_attn.attention
     assert causal.rule is UPDATE_RULES[rule] and bool(causal.sum_normalization) == (rule == "delta")
-    assert bool(causal.attention_normalization) == (rule == "sum")
+    assert bool(causal.memory.normalization) == (rule == "sum")
     for attention in (encoder.self_attn, decoder.encoder_attn, causal):
         assert type(attention.feature_map) is FEATURE_MAPS[rest[0] if rest else "elu"]
         assert attention.feature_map.feature_dim == (512 if rest else 64)

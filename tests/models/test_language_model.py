@@ -112,8 +112,11 @@ def test_states_of_files_written_before_their_modules_moved_are_loaded(kind, for
     monkeypatch.setitem(sys.modules, module, ModuleType(module))
     setattr(sys.modules[module], name, kind)
     monkeypatch.setattr(kind, "__module__", module)
+    present = kind.__qualname__
+    kind.__qualname__ = name
     file = io.BytesIO()
     torch.save(state, file)
+    kind.__qualname__ = present
     monkeypatch.undo()
     found = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert type(found) is kind

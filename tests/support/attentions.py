@@ -84,12 +84,8 @@ def random(*shape):
 def rule_inputs(layer, x, key_padding_mask=None):
     """Return q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
     queries_keys, v, gates = layer.project(x)
-    if layer.convolution is not None:
-        queries_keys, v, _ = layer.convolve(queries_keys, v, None, key_padding_mask, None)
-    features = layer.feature_map(queries_keys)
-    for normalization in layer.key_normalizations:
-        features = normalization(features)
-    return layer.arrange(features, v, gates, key_padding_mask)
+    queries_keys, v, _ = layer.mix(queries_keys, v, None, key_padding_mask, None)
+    return layer.map(queries_keys, v, gates, key_padding_mask)
 
 
 def half_precision_error(found, expected):

@@ -71,7 +71,8 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
         q, k = ((x.abs() + 0.1).detach().requires_grad_() for x in (q, k))
         if map_name == "relu":
             nn.init.uniform_(memory.feature_map.linear.weight, 0.1, 1)
-    activated = [memory._open(gate, x).reshape(B, L, -1) for gate, x in zip(memory.rule.gates, gates, strict=True)]
+    pairs = zip(UPDATE_RULES[rule].gates, gates, strict=True)
+    activated = [memory._open(gate, x).reshape(B, L, -1) for gate, x in pairs]
     expected = by_equation(rule, memory.feature_map(q), memory.feature_map(k), values, activated, norm)
     torch.testing.assert_close(memory(q, k, values, gates), expected, rtol=1e-9, atol=1e-9)
 
@@ -85,10 +86,10 @@ def test_reading_backwards_is_reading_the_matrix(rule, norm, length, monkeypatch
     q, k, values, gates = inputs(memory, length)
     cotangent = torch.randn(B, Q, S).double()
     backwards = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
-    memory.backend = "auto"
+    memory.memory.backend = "auto"
     by_kernel = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
     with monkeypatch.context() as patch:
-        patch.delitem(WRITE_STRENGTHS, memory.rule.operator)
+        patch.delitem(WRITE_STRENGTHS, memory.memory.rule.operator)
         matrix = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
     torch.testing.assert_close(backwards, matrix)
     torch.testing.assert_close(by_kernel, matrix)

@@ -5,9 +5,10 @@ A causal one is a `base.Attention`.
 
 from fairseq_fwp.modules.attention.base import Heads
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
-from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
 from fairseq_fwp.modules.attention.linear import LinearAttention
-from fairseq_fwp.modules.attention.relative import Memory, RelativeAttention
+from fairseq_fwp.modules.attention.memory import FastWeightState
+from fairseq_fwp.modules.attention.relative import RelativeAttention, SegmentMemory
 from fairseq_fwp.modules.attention.softmax import KeyValueCache, LocalAttention, SoftmaxAttention
 from fairseq_fwp.modules.attention.time_mix import TimeMix
 
@@ -24,10 +25,12 @@ ATTENTIONS: dict[str, type[Heads]] = {
     "time_mix": TimeMix,
 }
 
-# Types of states under their names in files that were written before these modules moved.
+# Types of states under their names in files that were written before they moved.
 FORMER_NAMES = (
     (FastWeightState, "fairseq_fwp.modules.fast_weight_attention.FastWeightState"),
     (FastWeightState, "fairseq_fwp.modules.attention.state.FastWeightState"),
+    (FastWeightState, "fairseq_fwp.modules.attention.fast_weight.FastWeightState"),
     (KeyValueCache, "fairseq_fwp.modules.softmax_attention.KeyValueCache"),
-    (Memory, "fairseq_fwp.modules.relative_attention.Memory"),
+    (SegmentMemory, "fairseq_fwp.modules.relative_attention.Memory"),
+    (SegmentMemory, "fairseq_fwp.modules.attention.relative.Memory"),
 )

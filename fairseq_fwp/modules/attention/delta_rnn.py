@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp import ops
 from fairseq_fwp.modules.attention.base import Attention, reset
-from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
+from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.feature_maps import FeatureMap
+from fairseq_fwp.modules.update_rules import find_rule
 from fairseq_fwp.ops.arguments import at_least_float32
 
 
@@ -59,9 +60,9 @@ class DeltaRnn(Attention):
             negative_eigenvalues=negative_eigenvalues,
             backend=backend,
         )
-        self.feedforward.out_proj = nn.Identity()  # type: ignore[assignment]
+        del self.feedforward.out_proj  # only y is projected
         self.num_heads = num_heads
-        self.backend = backend
+        self.recurrent = Memory(find_rule("delta"), backend=backend)
         self.recurrent_proj = nn.Linear(embed_dim, 2 * embed_dim + num_heads, bias=False)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
@@ -75,8 +76,10 @@ class DeltaRnn(Attention):
     ) -> tuple[Tensor, DeltaRnnState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
         before = None if state is None else FastWeightState(state.weights)
-        read, after = self.feedforward(x, before, key_padding_mask, first)
-        z = at_least_float32(self.split_heads(read))
+        queries_keys, values, gates = self.feedforward.project(x)
+        mapped = self.feedforward.map(queries_keys, values, gates, key_padding_mask)
+        read, after = self.feedforward.memory.read(*mapped, before, first)
+        z = at_least_float32(read.to(x.dtype))
         k, v, beta = self._project(x, z.dtype)
         memory = z.new_zeros(*z.shape[:2], z.shape[3], z.shape[3]) if state is None else state.recurrent
         y = z.new_zeros(*z.shape[:2], z.shape[3]) if state is None else state.output
@@ -84,8 +87,9 @@ class DeltaRnn(Attention):
         for t in range(x.shape[1]):
             if first is not None:
                 memory, y = reset((memory, y), first[:, t])
-            token = (part[:, :, t : t + 1] for part in (k, v, beta))
-            out, written = ops.delta_rule(y.softmax(-1).unsqueeze(2), *token, memory, backend=self.backend)
+            k_t, v_t, beta_t = (part[:, :, t : t + 1] for part in (k, v, beta))
+            q_t = y.softmax(-1).unsqueeze(2)
+            out, (written, *_) = self.recurrent.read(q_t, k_t, v_t, [beta_t], FastWeightState(memory))
             new = z[:, :, t] + out.squeeze(2)
             if key_padding_mask is not None:
                 padded = key_padding_mask[:, t, None, None]

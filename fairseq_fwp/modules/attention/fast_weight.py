@@ -4,17 +4,17 @@ Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, Dk feature_dim of th
 N is the number of keys and values a token: 1, except for rules with several steps.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp import ops
 from fairseq_fwp.checks import check, look_up
-from fairseq_fwp.modules.attention.base import Attention, head_size, scores_are_cheaper
+from fairseq_fwp.modules.attention.base import Attention, head_size
 from fairseq_fwp.modules.attention.convolution import ShortConvolution
+from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
 from fairseq_fwp.modules.attention.normalization import (
     AttentionNormalization,
     SumNormalization,
@@ -22,22 +22,10 @@ from fairseq_fwp.modules.attention.normalization import (
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.layer_norm import layer_norm
-from fairseq_fwp.modules.update_rules import Gate, MambaDecay, find_rule, resolve, run, unit_length
+from fairseq_fwp.modules.update_rules import Gate, MambaDecay, UpdateRule, find_rule, resolve, unit_length
 from fairseq_fwp.ops.arguments import at_least_float32
 
 OUTPUT_GATES = {"none": None, "silu": F.silu, "sigmoid": torch.sigmoid}
-
-
-class FastWeightState(NamedTuple):
-    """The state of a layer: weights (B, H, Dk, Dv), and what some layers have.
-
-    normalizer: (B, H, Dk), with attention normalisation;
-    recent: (B, W - 1, C), the inputs of the last tokens of a short convolution.
-    """
-
-    weights: Tensor
-    normalizer: Tensor | None = None
-    recent: Tensor | None = None
 
 
 class FastWeightAttention(Attention):
@@ -107,7 +95,7 @@ class FastWeightAttention(Attention):
         value_heads = num_heads if value_heads is None else value_heads
         multiple = value_heads >= num_heads and value_heads % num_heads == 0
         check(multiple, f"`value_heads` must be a multiple of `num_heads` = {num_heads}, got {value_heads}")
-        self.rule = rule = find_rule(update_rule)
+        rule = find_rule(update_rule)
         check(
             not negative_eigenvalues or any(gate.doubles for gate in rule.gates),
             f"`negative_eigenvalues` must be off for the update rule {update_rule}, got on: it doubles the write "
@@ -134,7 +122,9 @@ class FastWeightAttention(Attention):
         self.gate_expansions = nn.ModuleDict(
             {name: nn.Linear(rank, gate_sizes[name], bias=False) for name, rank in ranks.items()}
         )
-        learned: dict[str, Any] = {gate.name: gate.learned for gate in rule.gates if gate.learned}
+        learned: dict[str, Callable[[int, int], nn.Module]] = {
+            gate.name: gate.learned for gate in rule.gates if gate.learned
+        }
         if decay_lower_bound is not None:
             fits = MambaDecay in learned.values()
             check(fits, f"`decay_lower_bound` must be left out for the update rule {update_rule}, got one")
@@ -145,18 +135,19 @@ class FastWeightAttention(Attention):
         )
         if attention_normalization:
             attention_normalization.check_rule(update_rule, rule)
-        self.sum_normalization, self.attention_normalization = fit_normalizations(
+        self.sum_normalization, attention_normalization = fit_normalizations(
             feature_map, sum_normalization, attention_normalization
         )
-        self.key_normalizations: list[Any] = [self.sum_normalization] if self.sum_normalization else []
+        self.memory = Memory(rule, attention_normalization, backend)
+        self.key_normalizations: list[Callable[[Tensor], Tensor]] = []
+        if self.sum_normalization is not None:
+            self.key_normalizations.append(self.sum_normalization)
         positive = l2_normalization_epsilon >= 0
         check(positive, f"`l2_normalization_epsilon` must be at least 0, got {l2_normalization_epsilon}")
         if l2_normalization:
             self.key_normalizations.append(partial(unit_length, epsilon=l2_normalization_epsilon))
         self.query_scale = feature_map.feature_dim**-0.5 if scale_queries else 1.0
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
-        self.backend = backend
-        self.has_scores = rule.operator is ops.sum_rule
         self.packs_documents = rule.packs_documents
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         self.overflows = attention_normalization is not None or sum_normalization is None
@@ -172,6 +163,11 @@ class FastWeightAttention(Attention):
             self.output_gate = nn.Linear(embed_dim, values, bias=False) if low is None else nn.Sequential(*low)
         self.initialize()
 
+    @property
+    def rule(self) -> UpdateRule:
+        """The update rule of the memory."""
+        return self.memory.rule
+
     def forward(
         self,
         x: Tensor,
@@ -179,72 +175,25 @@ class FastWeightAttention(Attention):
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
-        *,
-        keep_state: bool = True,
-    ) -> tuple[Tensor, FastWeightState | None]:
-        """Return y (B, L, D) for x (B, L, D), and the state after the last token, which may be None without keep_state.
+    ) -> tuple[Tensor, FastWeightState]:
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token.
 
         state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that do not write;
         first (B, L): True at tokens that begin a document, where the memory is empty; None = nowhere.
         """
         self.refuse_documents(first)
-        queries_keys, v, gates = self.project(x)  # project
-        recent = None
-        if self.convolution is not None:
-            before = None if state is None else state.recent
-            queries_keys, v, recent = self.convolve(queries_keys, v, before, key_padding_mask, first)
-        if self.overflows and v.dtype == torch.float16:
-            v = at_least_float32(v)
-        features = self.feature_map(queries_keys)  # map
-        for normalization in self.key_normalizations:
-            features = normalization(features)  # normalise
-        q, k, v, gates = self.arrange(features, v, gates, key_padding_mask)
-        out, state = self.read(q, k, v, gates, state, first, keep_state)  # rule, normalise
-        if self.read_out_norm is not None:
-            out = self.read_out_norm(out.to(x.dtype))
-        if self.scale != 1:
-            out = out * self.scale
-        out = self.merge_heads(out).to(x.dtype)
-        if self.output_gate is not None and self.gate_function is not None:
-            out = out * self.gate_function(self.output_gate(x))  # gate
-        if state is not None and recent is not None:
-            state = state._replace(recent=recent)
-        return self.out_proj(out), state  # project
+        queries_keys, v, gates = self.project(x)
+        queries_keys, v, recent = self.mix(queries_keys, v, state, key_padding_mask, first)
+        q, k, v, gates = self.map(queries_keys, v, gates, key_padding_mask)
+        out, after = self.memory.read(q, k, v, gates, state, first)
+        return self.out_proj(self.gate(out, x)), after._replace(recent=recent)
 
-    def read(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: list[Tensor],
-        state: FastWeightState | None,
-        first: Tensor | None,
-        keep_state: bool,
-    ) -> tuple[Tensor, FastWeightState | None]:
-        """Return the normalised output of the rule (B, H, L, Dv), and the state after the last token."""
-        if self.has_scores and state is None and first is None and self.backend == "auto" and suit_scores(q, v):
-            return self._read_scores(q, k, v, keep_state)
-        weights, z = (None, None) if state is None else state[:2]
-        divisor = None
-        if self.attention_normalization:
-            divisor, k, v, z = self.attention_normalization.apply(self.rule, q, k, v, gates, z, first, self.backend)
-        out, weights = run(self.rule.operator, q, k, v, gates, weights, first, self.backend)
-        if divisor is not None:
-            out = (out / divisor.unsqueeze(-1)).to(out.dtype)
-        return out, FastWeightState(weights, z)
-
-    def _read_scores(self, q: Tensor, k: Tensor, v: Tensor, keep_state: bool) -> tuple[Tensor, FastWeightState | None]:
-        """Do the same for the sum rule, few tokens and an empty memory: out_t = sum over i <= t of (q_t . k_i) v_i.
-
-        It differs in the last bits: products of matrices add in another order.
-        """
-        normalization, scores = self.attention_normalization, (q @ k.mT).tril()
-        out = scores @ v
-        if normalization:
-            out = out / normalization.bound(scores.sum(-1)).unsqueeze(-1)
-        if not keep_state:
-            return out, None
-        return out, FastWeightState(k.mT @ v, k.sum(2) if normalization else None)
+    def read_whole(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Return y (B, L, D) of `forward` for whole sequences, which nobody continues: see `Memory.read_whole`."""
+        queries_keys, v, gates = self.project(x)
+        queries_keys, v, _ = self.mix(queries_keys, v, None, key_padding_mask, None)
+        out = self.memory.read_whole(*self.map(queries_keys, v, gates, key_padding_mask))
+        return self.out_proj(self.gate(out, x))
 
     def initialize(self) -> None:
         """Draw the rule's initial biases of the gates."""
@@ -275,18 +224,23 @@ class FastWeightAttention(Attention):
             values.unflatten(-1, (-1, self.value_heads, self.head_dim)),
         )
 
-    def convolve(
+    def mix(
         self,
         queries_keys: Tensor,
         v: Tensor,
-        recent: Tensor | None,
+        state: FastWeightState | None,
         key_padding_mask: Tensor | None,
         first: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries_keys and v after the convolution, v also after SiLU, and the inputs of the last tokens."""
-        assert self.convolution is not None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return queries_keys and v after the convolution, v also after SiLU, and the inputs of the last tokens.
+
+        Without a convolution they stay, and the inputs are None.
+        """
+        if self.convolution is None:
+            return queries_keys, v, None
         joined = torch.cat([queries_keys.flatten(2), v.flatten(2)], -1)
-        mixed, recent = self.convolution(joined, recent, key_padding_mask, first)
+        before = None if state is None else state.recent
+        mixed, recent = self.convolution(joined, before, key_padding_mask, first)
         queries_keys, v = mixed.split(self.sizes[:2], -1)
         return *self._split_heads(queries_keys, F.silu(v)), recent
 
@@ -300,35 +254,42 @@ class FastWeightAttention(Attention):
         opened: Tensor = activation(at_least_float32(projected).unflatten(-1, (self.value_heads, -1)))
         return 2 * opened if gate.doubles and self.negative_eigenvalues else opened
 
-    def arrange(
-        self, features: Tensor, v: Tensor, gates: list[Tensor], key_padding_mask: Tensor | None
+    def map(
+        self, queries_keys: Tensor, v: Tensor, gates: list[Tensor], key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return the operator's inputs: q, k (B, H, L, Dk), v (B, H, L, Dv), gates (B, H, L, size).
+        """Return what the memory reads, mapped, normalised and padded: q, k (B, H, L, Dk), v (B, H, L, Dv), gates.
 
         q and k are in v's dtype, gates in float32 at least: half precision would round a decay just below 1 to 1.
-
-        k and v are (B, H, L, N, size) for a rule of several steps, a gate of one number is (B, H, L). A padded token
-        has a key of zero, and gates that do not change the memory.
         """
-
-        def arrange_gate(gate: Gate, opened: Tensor) -> Tensor:
-            if key_padding_mask is not None and gate.at_padding is not None:
-                opened = opened.masked_fill(key_padding_mask[..., None, None], gate.at_padding)
-            opened = opened.transpose(1, 2)
-            return opened if gate.size else opened.squeeze(-1)
-
-        steps = self.rule.steps
+        if self.overflows and v.dtype == torch.float16:
+            v = at_least_float32(v)
+        features = self.feature_map(queries_keys)
+        for normalization in self.key_normalizations:
+            features = normalization(features)
         v = v.permute(0, 3, 1, 2, 4)
         features = features.to(v.dtype).permute(0, 3, 1, 2, 4)
         if self.value_heads != self.num_heads:
             features = features.repeat_interleave(self.value_heads // self.num_heads, 1)
-        q, k = features.split((1, steps), 3)
+        q, k = features.split((1, self.rule.steps), 3)
         if self.query_scale != 1:
             q = q * self.query_scale
-        if key_padding_mask is not None:
-            k = k.masked_fill(key_padding_mask[:, None, :, None, None], 0)
-        gates = [arrange_gate(gate, opened) for gate, opened in zip(self.rule.gates, gates, strict=True)]
-        return q.squeeze(3), *((k, v) if steps > 1 else (k.squeeze(3), v.squeeze(3))), gates
+        if self.rule.steps == 1:
+            k, v = k.squeeze(3), v.squeeze(3)
+        by_head = [opened.transpose(1, 2) for opened in gates]
+        gates = [x if gate.size else x.squeeze(-1) for gate, x in zip(self.rule.gates, by_head, strict=True)]
+        k, gates = self.memory.pad(k, gates, key_padding_mask)
+        return q.squeeze(3), k, v, gates
+
+    def gate(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return the memory's output (B, H, L, Dv) normalised, scaled and gated by x (B, L, D): (B, L, H Dv)."""
+        if self.read_out_norm is not None:
+            out = self.read_out_norm(out.to(x.dtype))
+        if self.scale != 1:
+            out = out * self.scale
+        out = self.merge_heads(out).to(x.dtype)
+        if self.output_gate is not None and self.gate_function is not None:
+            out = out * self.gate_function(self.output_gate(x))
+        return out
 
     def state_size(self, length: int, carried: bool = False) -> int:
         # Without z, as in Schlag et al. 2021, App. F.
@@ -336,16 +297,5 @@ class FastWeightAttention(Attention):
         return self.value_heads * self.feature_map.feature_dim * self.head_dim + recent
 
     def extra_repr(self) -> str:
-        normalizations = [*self.key_normalizations, self.attention_normalization]
+        normalizations = [*self.key_normalizations, self.memory.normalization]
         return f"num_heads={self.num_heads}, key_dim={self.key_dim}, normalizations={normalizations}"
-
-
-def suit_scores(q: Tensor, v: Tensor) -> bool:
-    """Return whether scores are the fastest form for q and v, which are float32 or float64 on a CPU."""
-    length = q.shape[2]
-    return (
-        q.device.type == "cpu"
-        and q.dtype in (torch.float32, torch.float64)
-        and not torch.is_autocast_enabled("cpu")  # which would round the scores
-        and scores_are_cheaper(length * length, length, (q.shape[-1], v.shape[-1]))
-    )

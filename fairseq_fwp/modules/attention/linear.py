@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.attention.base import Heads, check_heads, scores_are_cheaper
-from fairseq_fwp.modules.attention.fast_weight import FastWeightState
+from fairseq_fwp.modules.attention.memory import FastWeightState
 from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.ops.arguments import at_least_float32

@@ -23,7 +23,7 @@ from fairseq_fwp.ops.arguments import state_dtype
 POSITION_STD = 0.02
 
 
-class Memory(NamedTuple):
+class SegmentMemory(NamedTuple):
     """The memory: the layer's inputs before the segment, hidden (B, M, D), and their padding (B, M), None = no padding.
 
     Padding is on the left. The paper's SG, no gradient into the memory, is `detach`: call it between two segments of
@@ -33,16 +33,16 @@ class Memory(NamedTuple):
     hidden: Tensor
     padding: Tensor | None = None
 
-    def last(self, count: int) -> "Memory":
+    def last(self, count: int) -> "SegmentMemory":
         """Return the newest `count` tokens, or all if there are fewer."""
         start = max(self.hidden.shape[1] - count, 0)
-        return Memory(self.hidden[:, start:], None if self.padding is None else self.padding[:, start:])
+        return SegmentMemory(self.hidden[:, start:], None if self.padding is None else self.padding[:, start:])
 
 
 class RelativeCache(NamedTuple):
     """The memory for decoding: keys and values (B, H, M, d) and distances are projected only once.
 
-    distances (H, M, vector_size): W_kR R_n for n = 0 ... M - 1; padding as in `Memory`.
+    distances (H, M, vector_size): W_kR R_n for n = 0 ... M - 1; padding as in `SegmentMemory`.
     """
 
     keys: Tensor
@@ -141,7 +141,7 @@ class RelativeAttention(Attention):
     The scores take O(B H L S) memory: vectors of distances are not expanded to pairs of tokens.
     """
 
-    states = (Memory,)
+    states = (SegmentMemory,)
 
     def __init__(
         self,
@@ -163,24 +163,24 @@ class RelativeAttention(Attention):
     def forward(
         self,
         x: Tensor,
-        state: Memory | RelativeCache | None = None,
+        state: SegmentMemory | RelativeCache | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, Memory | RelativeCache]:
+    ) -> tuple[Tensor, SegmentMemory | RelativeCache]:
         """Return y (B, L, D) for x (B, L, D), and the memory followed by x, of the same type as `state`.
 
         key_padding_mask (B, L): True at tokens that other tokens do not attend to and distances do not count.
         """
         self.refuse_documents(first)
-        memory = Memory(x[:, :0]) if state is None else state
-        past = self.cache(memory) if isinstance(memory, Memory) else memory
+        memory = SegmentMemory(x[:, :0]) if state is None else state
+        past = self.cache(memory) if isinstance(memory, SegmentMemory) else memory
         q, k, v = self._heads(self.in_proj(x)).unbind(0)
         keys, values = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)
-        known, total = past.distances.shape[1], keys.shape[2]
-        distances = torch.cat([past.distances, self.positions(known, total).to(k.dtype)], dim=1)
+        projected, total = past.distances.shape[1], keys.shape[2]
+        distances = torch.cat([past.distances, self.positions(projected, total).to(k.dtype)], dim=1)
         padding = join_padding(past.padding, past.keys.shape[2], key_padding_mask, x.shape[1])
-        hidden = torch.cat([memory.hidden, x], dim=1) if isinstance(memory, Memory) else None
+        hidden = torch.cat([memory.hidden, x], dim=1) if isinstance(memory, SegmentMemory) else None
         if padding is None:
             y = self._attend(q, keys, values, distances, padding)
         else:
@@ -188,10 +188,10 @@ class RelativeAttention(Attention):
             keys, values, padding = alignment.align(keys), alignment.align(values), alignment.padding
             hidden = None if hidden is None else alignment.align(hidden)
             y = alignment.restore(self._attend(alignment.align_queries(q), keys, values, distances, padding))
-        after = RelativeCache(keys, values, distances, padding) if hidden is None else Memory(hidden, padding)
+        after = RelativeCache(keys, values, distances, padding) if hidden is None else SegmentMemory(hidden, padding)
         return self.out_proj(self.merge_heads(y)), after
 
-    def cache(self, memory: Memory) -> RelativeCache:
+    def cache(self, memory: SegmentMemory) -> RelativeCache:
         """Return the memory with its keys and values, for decoding; valid as long as the weights do not change."""
         embed_dim = self.in_proj.in_features
         keys, values = self._heads(F.linear(memory.hidden, self.in_proj.weight[embed_dim:])).unbind(0)

@@ -9,12 +9,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp import ops
 from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.base import Attention, check_heads
 from fairseq_fwp.modules.attention.convolution import TokenShift
-from fairseq_fwp.modules.attention.fast_weight import FastWeightState
-from fairseq_fwp.modules.update_rules import rwkv7_decay, unit_length
+from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
+from fairseq_fwp.modules.update_rules import find_rule, rwkv7_decay, unit_length
 from fairseq_fwp.ops.arguments import at_least_float32
 
 # Powers of the first mixtures of receptances, decays, keys, values, rates and gates: see `TokenShift`.
@@ -66,7 +65,7 @@ class TimeMix(Attention):
         self.num_heads = num_heads
         self.depth = depth
         self.epsilon = epsilon
-        self.backend = backend
+        self.memory = Memory(find_rule("rwkv7"), backend=backend)
         head_dim = embed_dim // num_heads
         self.token_shift = TokenShift(embed_dim, [power * (1 - depth) for power in POWERS])
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(embed_dim, embed_dim, bias=False) for _ in range(3))
@@ -106,8 +105,8 @@ class TimeMix(Attention):
 
         shared: the first layer puts its values there, with which others mix theirs; None: there is no other layer.
         """
-        weights, _, recent = (None, None, None) if state is None else state
-        mixed, recent = self.token_shift(x, recent, key_padding_mask, first)
+        before = None if state is None else state.recent
+        mixed, recent = self.token_shift(x, before, key_padding_mask, first)
         x_q, x_w, x_k, x_v, x_a, x_g = mixed.unbind(0)
         q, k, v = self.q_proj(x_q), self.k_proj(x_k), self.v_proj(x_v)
         decay = rwkv7_decay(at_least_float32(self.decay(x_w)))
@@ -118,16 +117,14 @@ class TimeMix(Attention):
                 v = torch.lerp(v, first_v, self.value(x_v).sigmoid())
         removal_key = unit_length(self.split_heads(k * self.removal_scale), self.epsilon)
         k = (k * (1 + (rate - 1) * self.rate_scale)).to(v.dtype)
-        if key_padding_mask is not None:
-            padded = key_padding_mask.unsqueeze(2)
-            k, rate, decay = k.masked_fill(padded, 0), rate.masked_fill(padded, 0), decay.masked_fill(padded, 1)
         q, k, v, decay, rate = (self.split_heads(part) for part in (q, k, v, decay, rate))
-        out, weights = ops.rwkv7_rule(q, k, v, decay, removal_key, rate, weights, first=first, backend=self.backend)
+        k, gates = self.memory.pad(k, [decay, removal_key, rate], key_padding_mask)
+        out, after = self.memory.read(q, k, v, gates, state, first)
         out = self.merge_heads(out).to(x.dtype)
         out = self.read_out_norm(out.flatten(0, 1)).view(out.shape)
         bonus = (q * k * self.bonus.unsqueeze(1)).sum(-1, keepdim=True) * v
         out = (out + self.merge_heads(bonus)) * self.output_gate(x_g)
-        return self.out_proj(out), FastWeightState(weights, None, recent)
+        return self.out_proj(out), after._replace(recent=recent)
 
     def state_size(self, length: int, carried: bool = False) -> int:
         size = self.out_proj.in_features

@@ -1,0 +1,109 @@
+"""The memory of an attention, without parameters: an update rule, attention normalisation, padding and a backend.
+
+Shapes: B batch, L tokens, H heads, Dk feature_dim of the map, Dv size of a value, N keys and values a token. q and k
+(B, H, L, Dk) are mapped. v is (B, H, L, Dv). A gate is (B, H, L, size), and (B, H, L) if it is one number. For a rule
+of several steps k and v are (B, H, L, N, size).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fairseq_fwp import ops
+from fairseq_fwp.modules.attention.base import scores_are_cheaper
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization
+from fairseq_fwp.modules.update_rules import UpdateRule, run
+
+
+class FastWeightState(NamedTuple):
+    """The state of a layer: weights (B, H, Dk, Dv), and what some layers have.
+
+    normalizer: (B, H, Dk), with attention normalisation;
+    recent: (B, W - 1, C), the inputs of the last tokens of a short convolution.
+    """
+
+    weights: Tensor
+    normalizer: Tensor | None = None
+    recent: Tensor | None = None
+
+
+@dataclass
+class Memory:
+    """A matrix (Dk, Dv) per head, which every token writes and then reads, as Schlag et al. 2021, Secs. 3 and 4.
+
+    rule: how it is written; normalization: of the output, and of values that the rule retrieves; None = none;
+    backend: of the operators.
+    """
+
+    rule: UpdateRule
+    normalization: AttentionNormalization | None = None
+    backend: str = "auto"
+
+    def pad(self, k: Tensor, gates: list[Tensor], padding: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Return k and the gates with which padded tokens do not change the memory.
+
+        Their keys are zero, and their gates as the rule says. padding (B, L): True at padding; None = nowhere.
+        """
+        if padding is None:
+            return k, gates
+
+        def fill(gate: Tensor, value: float) -> Tensor:  # token by token, as gates lie in memory
+            by_token = gate.transpose(1, 2)
+            return by_token.masked_fill(padding.view(*padding.shape, *[1] * (gate.dim() - 2)), value).transpose(1, 2)
+
+        values = [gate.at_padding for gate in self.rule.gates]
+        pairs = zip(gates, values, strict=True)
+        k = k.masked_fill(padding.view(len(padding), 1, -1, *[1] * (k.dim() - 3)), 0)
+        return k, [gate if value is None else fill(gate, value) for gate, value in pairs]
+
+    def read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: list[Tensor],
+        state: FastWeightState | None = None,
+        first: Tensor | None = None,
+    ) -> tuple[Tensor, FastWeightState]:
+        """Return the normalised output (B, H, L, Dv), and the state after the last token, without `recent`.
+
+        state: before the first token, None = empty; first (B, L): True at tokens that begin a document, where the
+        memory is empty; None = nowhere.
+        """
+        if state is None and first is None and self._suits_scores(q, v):
+            return self._read_scores(q, k, v), FastWeightState(k.mT @ v, k.sum(2) if self.normalization else None)
+        weights, z = (None, None) if state is None else state[:2]
+        divisor = None
+        if self.normalization is not None:
+            divisor, k, v, z = self.normalization.apply(self.rule, q, k, v, gates, z, first, self.backend)
+        out, weights = run(self.rule.operator, q, k, v, gates, weights, first, self.backend)
+        if divisor is not None:
+            out = (out / divisor.unsqueeze(-1)).to(out.dtype)
+        return out, FastWeightState(weights, z)
+
+    def read_whole(self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor]) -> Tensor:
+        """Return the output of `read` for whole sequences, which need no state: a sum then may not be computed."""
+        return self._read_scores(q, k, v) if self._suits_scores(q, v) else self.read(q, k, v, gates)[0]
+
+    def _suits_scores(self, q: Tensor, v: Tensor) -> bool:
+        """Return whether scores are the fastest form for an empty memory: float32 or float64 on a CPU."""
+        length = q.shape[2]
+        return (
+            self.rule.operator is ops.sum_rule
+            and self.backend == "auto"
+            and q.device.type == "cpu"
+            and q.dtype in (torch.float32, torch.float64)
+            and not torch.is_autocast_enabled("cpu")  # which would round the scores
+            and scores_are_cheaper(length * length, length, (q.shape[-1], v.shape[-1]))
+        )
+
+    def _read_scores(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the output of the sum rule for few tokens: out_t = sum over i <= t of (q_t . k_i) v_i.
+
+        It differs in the last bits: products of matrices add in another order.
+        """
+        scores = (q @ k.mT).tril()
+        out = scores @ v
+        return out if self.normalization is None else out / self.normalization.bound(scores.sum(-1)).unsqueeze(-1)
