@@ -22,7 +22,8 @@ from fairseq_fwp.checks import look_up
 from fairseq_fwp.convert.checkpoint import SEED, build, build_empty, make_task
 from fairseq_fwp.convert.conversion import Conversion, Option
 from fairseq_fwp.evaluation.scoring import kl_divergence
-from fairseq_fwp.models.attention_options import AttentionOptions, attention_name, build_attention, flag
+from fairseq_fwp.models.attention_options import AttentionOptions, flag
+from fairseq_fwp.models.attentions import attention_name, build_attention
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig, layer_attentions
 from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel

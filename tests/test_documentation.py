@@ -23,7 +23,7 @@ from support.small_text import write_text
 
 from fairseq_fwp.cli import add_layer, convert, eval_lm, export, info, linearize, plot
 from fairseq_fwp.evaluation import Protocol, Text, evaluate
-from fairseq_fwp.models.attention_options import rule_choices
+from fairseq_fwp.models.attentions import rule_choices
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS

@@ -2,9 +2,9 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, fields
+from dataclasses import Field, fields, is_dataclass
 from enum import Enum
-from inspect import get_annotations, signature
+from inspect import get_annotations
 from typing import Any
 
 from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY
@@ -16,13 +16,13 @@ from fairseq.models import (
 )
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
 
-from fairseq_fwp.fast_weight_layer import FastWeightLayer
-from fairseq_fwp.models.attention_options import CAUSAL, LINEAR, NORMALIZATIONS, by_argument, flag, is_of_attention
+from fairseq_fwp.fast_weight_layer.model import LAYER_OPTIONS
+from fairseq_fwp.models.attention_options import flag
+from fairseq_fwp.models.attentions import ATTENTIONS, MAPS, NORMALIZATIONS, SHARED, Kind
 from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
-from fairseq_fwp.modules.attention import ATTENTIONS, LinearAttention
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.options import Settings
+from fairseq_fwp.synthetic.model import MEMORY
 
 HEAD = """# Flags
 
@@ -40,20 +40,21 @@ MODELS: dict[str, type[Any]] = {
     name: MODEL_DATACLASS_REGISTRY.get(name, FastWeightOptions)
     for name in (*PRESETS_OF_MODELS, "fwp_associative_retrieval")
 }
-# The causal attentions of a model; a language model without an entry has all of ATTENTIONS but those in OTHERS.
-CAUSAL_ATTENTIONS = {
-    "fwp_xl_lm": ("softmax", "relative"),
-    "fwp_transformer": ("fast_weight",),
-    "fwp_associative_retrieval": ("fast_weight",),
-}
+# The attentions of a model; a language model without an entry has all of ATTENTIONS but these two.
 OTHERS = ("linear", "relative")
+KINDS: dict[str, Mapping[str, Kind[Any]]] = {
+    "fwp_xl_lm": {name: ATTENTIONS[name] for name in ("softmax", "relative")},
+    "fwp_transformer": {name: ATTENTIONS[name] for name in ("fast_weight", "linear")},
+    "fwp_associative_retrieval": {"fast_weight": MEMORY},
+}
 
 
 def page() -> str:
     """Return docs/flags.md."""
     lines = [HEAD]
     for owner, models in owners(MODELS).items():
-        lines += _head(f"Flags of {', '.join(models)}", owner, "used by")
+        heading, _, more = first_line(owner).partition(". ")
+        lines += _head(heading.rstrip("."), f"Flags of {', '.join(models)}. {more}".rstrip(), "used by")
         for field, cells in _described(owner, MODEL_REGISTRY[models[0]]):
             same = ["*same function*"] if field.metadata.get("same_function") else []
             lines.append(_row(*cells, ", ".join(dict.fromkeys([*users(field.name, models), *same]))))
@@ -63,7 +64,7 @@ def page() -> str:
     ):
         for name, owner in options.items():
             if owner.__module__.startswith("fairseq_fwp."):
-                lines += _head(f"Flags of the {kind} {name}", owner)
+                lines += _head(f"Flags of the {kind} {name}", first_line(owner))
                 lines += (_row(*cells) for _, cells in _described(owner, registry[name]))
     return "\n".join(lines)
 
@@ -71,7 +72,7 @@ def page() -> str:
 def flags_of(arch: str) -> str:
     """Return the flags of an architecture for a terminal: their values, and the model's defaults that differ."""
     model = ARCH_MODEL_NAME_REGISTRY[arch]
-    changed, known = differences(arch), defaults(model)
+    changed, usual = differences(arch), defaults(model)
     groups = {first_line(owner): own(owner) for owner in owners({model: MODELS[model]})}
     texts = {field.name: field.metadata["help"] for group in groups.values() for field in group}
     names = {title: [field.name for field in group] for title, group in groups.items()}
@@ -80,27 +81,27 @@ def flags_of(arch: str) -> str:
     for title, group in names.items():
         lines += ["", title] if group else []
         for name in group:
-            differs = f" [{model}: {plain(known[name])}]" if name in changed else ""
-            value = f"{flag(name)} {plain(changed.get(name, known[name]))}"
+            differs = f" [{model}: {plain(usual[name])}]" if name in changed else ""
+            value = f"{flag(name)} {plain(changed.get(name, usual[name]))}"
             lines.append(f"  {value:38} {texts.get(name, '')}{differs}")
     return "\n".join(lines)
 
 
 def owners(kinds: Mapping[str, type]) -> dict[type, list[str]]:
     """Return the classes that describe flags, and the names under which each is used; base classes come first."""
-    found: dict[type, list[str]] = {}
+    models: dict[type, list[str]] = {}
     for name, options in kinds.items():
         for owner in reversed(options.__mro__):
             if own(owner):
-                found.setdefault(owner, []).append(name)
-    return found
+                models.setdefault(owner, []).append(name)
+    return models
 
 
 def own(owner: type[Any]) -> list[Field]:
     """Return the options that a class adds to its bases. Fields without a help text are fairseq's."""
     added = get_annotations(owner)
-    known = fields(owner) if hasattr(owner, "__dataclass_fields__") else ()
-    return [field for field in known if field.name in added and "help" in field.metadata]
+    described = fields(owner) if is_dataclass(owner) else ()
+    return [field for field in described if field.name in added and "help" in field.metadata]
 
 
 def defaults(model: str) -> Settings:
@@ -110,29 +111,25 @@ def defaults(model: str) -> Settings:
 
 def differences(arch: str) -> Settings:
     """Return the options in which an architecture differs from the defaults of its model."""
-    preset, known = Namespace(), defaults(ARCH_MODEL_NAME_REGISTRY[arch])
+    preset, usual = Namespace(), defaults(ARCH_MODEL_NAME_REGISTRY[arch])
     ARCH_CONFIG_REGISTRY[arch](preset)
-    return {name: value for name, value in vars(preset).items() if value != known[name]}
+    return {name: value for name, value in vars(preset).items() if value != usual[name]}
 
 
-def users(name: str, models: list[str]) -> Iterator[str]:
-    """Yield what uses an option: attentions whose constructors have the argument, maps, and other flags."""
-
-    def takes(kind: Any, *prefixes: str) -> bool:
-        arguments = by_argument(MODELS[models[0]], *prefixes)
-        return any(arguments.get(argument) == name for argument in signature(kind).parameters)
-
-    if is_of_attention(name):
-        causal = {kind for model in models for kind in CAUSAL_ATTENTIONS.get(model, ATTENTIONS.keys() - OTHERS)}
-        yield from (kind for kind in ATTENTIONS if kind in causal and takes(ATTENTIONS[kind], *CAUSAL))
-        if takes(LinearAttention, *LINEAR):
-            yield "linear"
-    for normalization, (_, arguments) in NORMALIZATIONS.items():
-        if name in arguments:
-            yield "linear" if normalization == "division" else f"`{flag(normalization)}`"
-    yield from (f"map {kind}" for kind in FEATURE_MAPS if name.startswith(f"{kind}_"))
-    if takes(FastWeightLayer, "fwl_"):
-        yield "fast weight layer"
+def users(name: str, models: list[str]) -> list[str]:
+    """Return what uses an option: attentions with an argument for it, maps, other flags, and the fast weight layer."""
+    if name in SHARED:
+        return []
+    language_model = {kind: ATTENTIONS[kind] for kind in ATTENTIONS.keys() - OTHERS}
+    pairs = [pair for model in models for pair in KINDS.get(model, language_model).items()]
+    attentions = {kind for kind, of_kind in pairs if name in of_kind.options.values()}
+    normalizations = [switch for switch, (_, arguments) in NORMALIZATIONS.items() if name in arguments]
+    return [
+        *(kind for kind in ATTENTIONS if kind in attentions),
+        *("linear" if switch == "division" else f"`{flag(switch)}`" for switch in normalizations),
+        *(f"map {feature_map}" for feature_map, table in MAPS.items() if name in table.values()),
+        *(["fast weight layer"] if name in LAYER_OPTIONS.values() else []),
+    ]
 
 
 def plain(value: Any) -> str:
@@ -147,9 +144,9 @@ def first_line(documented: Any) -> str:
     return next(iter((documented.__doc__ or "").strip().splitlines()), "")
 
 
-def _head(title: str, owner: type, *columns: str) -> list[str]:
+def _head(title: str, text: str, *columns: str) -> list[str]:
     names = ("flag", "value", "default", "meaning", *columns)
-    return [f"\n## {title}", "", first_line(owner), "", _row(*names), _row(*["---"] * len(names))]
+    return [f"\n## {title}", "", text, "", _row(*names), _row(*["---"] * len(names))]
 
 
 def _described(owner: type, kind: Any) -> Iterator[tuple[Field, list[str]]]:

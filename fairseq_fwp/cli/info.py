@@ -17,8 +17,8 @@ from fairseq_fwp.cli import make_parser, one_sentence
 from fairseq_fwp.cli.flags import MODELS, first_line, flags_of, page
 from fairseq_fwp.cli.loading import import_plugin
 from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels, self_check
+from fairseq_fwp.models.attentions import ATTENTIONS
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
-from fairseq_fwp.modules.attention import ATTENTIONS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, find_rule
 from fairseq_fwp.options import Settings
@@ -72,7 +72,7 @@ def report(build: bool) -> str:
     for index in range(torch.cuda.device_count()):
         devices.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}")
     rules: dict[str, object] = {name: find_rule(name).operator for name in UPDATE_RULES}
-    rules |= {name: kind for name, kind in ATTENTIONS.items() if kind.named_as_rule}
+    rules |= {name: kind.module for name, kind in ATTENTIONS.items() if kind.module.named_as_rule}
     architectures = []
     for model, presets in PRESETS_OF_MODELS.items():
         architectures.append(f"{model:28} the model without a preset")

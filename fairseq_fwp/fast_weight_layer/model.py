@@ -20,7 +20,7 @@ from fairseq_fwp.checks import check
 from fairseq_fwp.fast_weight_layer.layer import GRADIENTS_AT, FastWeightLayer
 from fairseq_fwp.fast_weight_layer.update import FAST_WEIGHTS, FastWeightLayerState
 from fairseq_fwp.models import presets
-from fairseq_fwp.models.attention_options import by_argument, construct
+from fairseq_fwp.models.attentions import construct
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
@@ -77,6 +77,20 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
     )
 
 
+# The option of each argument of `FastWeightLayer`; the model computes the others.
+LAYER_OPTIONS = {
+    "hidden_dim": "fwl_hidden_dim",
+    "fast_weights": "fwl_fast_weights",
+    "step_size": "fwl_step_size",
+    "global_step_size": "fwl_global_step_size",
+    "decay": "fwl_decay",
+    "divide_gradients_by": "fwl_divide_gradients_by",
+    "map_inputs": "fwl_map_inputs",
+    "gradients_at": "fwl_gradients_at",
+    "random_start": "fwl_random_start",
+}
+
+
 class FwlState:
     """The state of a decoder and a fast weight layer in earlier checkpoints; now the layer's is the last of all."""
 
@@ -107,11 +121,12 @@ class LearningDecoder(LanguageModelDecoder):
         if cfg.fwl_fast_weights == "softmax-bias":
             softmax = AdaptiveSoftmax(self.embed_tokens, self.adaptive_softmax.bounds[1:-1], shifted=True)
             self.adaptive_softmax = softmax.apply(initialize)
-        dim, given = cfg.decoder_embed_dim, {"bias_entries": self.adaptive_softmax.shift_entries}
+        dim = cfg.decoder_embed_dim
+        sizes = {"bias_entries": self.adaptive_softmax.shift_entries}
         if cfg.fwl_hidden_dim is None:
-            given["hidden_dim"] = 4 * dim
-        options = by_argument(FwpFwlLanguageModelConfig, "fwl_")
-        self.fast_weight_layer = construct(FastWeightLayer, cfg, options, dim, **given).apply(initialize)
+            sizes["hidden_dim"] = 4 * dim
+        layer = construct(FastWeightLayer, FwpFwlLanguageModelConfig, cfg, LAYER_OPTIONS, dim, **sizes)
+        self.fast_weight_layer = layer.apply(initialize)
         if self.fast_weight_layer.gradients_at == "carried":
             self.needs_state["--fwl-gradients-at carried"] = "gradients are taken at the trained weights"
         # The last normalisation, whose weights an identity layer takes over.

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Sample
 from fairseq_fwp.models.attention_options import flag, naming_flags
+from fairseq_fwp.models.attentions import ATTENTIONS
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
-from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES, SegmentMemory
+from fairseq_fwp.modules.attention import FORMER_NAMES, SegmentMemory
 from fairseq_fwp.modules.attention.base import Attention, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.decoder_layer import DecoderLayer, LayerState
@@ -121,7 +122,7 @@ class DecoderState(NamedTuple):
 STATES: set[type[StateTree]] = {
     DecoderState,
     LayerState,
-    *(state for attention in ATTENTIONS.values() for state in attention.states),
+    *(state for kind in ATTENTIONS.values() for state in kind.module.states),
 }
 # A checkpoint in mid-epoch holds the state of its streams, under the class names of its time.
 torch.serialization.add_safe_globals([*STATES, *FORMER_NAMES, (LayerState, "fairseq_fwp.modules.layers.LayerState")])

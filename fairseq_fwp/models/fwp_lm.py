@@ -12,9 +12,9 @@ from fairseq.models import register_model
 from torch import nn
 
 from fairseq_fwp.checks import check
-from fairseq_fwp.models.attention_options import (
-    AttentionOptions,
-    add_choices,
+from fairseq_fwp.models.attention_options import AttentionOptions, add_choices
+from fairseq_fwp.models.attentions import (
+    ATTENTIONS,
     attention_name,
     build_attention,
     rule_choices,
@@ -24,7 +24,7 @@ from fairseq_fwp.models.attention_options import (
 )
 from fairseq_fwp.models.decoder import DecoderConfig, LanguageModelDecoder, check_probability
 from fairseq_fwp.models.language_model import LanguageModel
-from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
+from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.attention.base import Attention
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -88,9 +88,9 @@ class FwpLanguageModel(LanguageModel):
 
     @classmethod
     def unused_flags(cls, cfg: FwpLanguageModelConfig) -> list[str]:
-        options, kinds = FwpLanguageModelConfig, [ATTENTIONS[name] for name in set(layer_attentions(cfg))]
-        used = (used_options(options, cfg, kind, cfg.decoder_feature_map) for kind in kinds)
-        return unused_options(options, cfg, used)
+        kinds = (ATTENTIONS[name] for name in set(layer_attentions(cfg)))
+        used = (used_options(cfg, kind, cfg.decoder_feature_map) for kind in kinds)
+        return unused_options(FwpLanguageModelConfig, cfg, used)
 
     def max_decoder_positions(self) -> int:
         """Longest generation: learned positions have an end, other positions do not."""
@@ -137,6 +137,9 @@ def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:
     chosen = str(cfg.softmax_layers).split(",")  # a number if --model-overrides gives one
     # One spelling for the same layers: options of checkpoints are compared as text.
     ascending = [index for index in layers if index in chosen] == chosen
-    what = f"ascending numbers from 0 to {layers[-1]}, separated by commas"
-    check(ascending, f"--softmax-layers must be {what}, got {cfg.softmax_layers!r}")
+    check(
+        ascending,
+        f"--softmax-layers must be ascending numbers from 0 to {layers[-1]}, separated by commas, got "
+        f"{cfg.softmax_layers!r}",
+    )
     return [softmax_name(cfg) if index in chosen else name for index in layers]

@@ -26,17 +26,11 @@ from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
 from fairseq_fwp.checks import check
-from fairseq_fwp.models.attention_options import (
-    LINEAR,
-    AttentionOptions,
-    add_choices,
-    attention_name,
-    unused_options,
-    used_options,
-)
+from fairseq_fwp.models.attention_options import AttentionOptions, add_choices
+from fairseq_fwp.models.attentions import ATTENTIONS, attention_name, unused_options, used_options
 from fairseq_fwp.models.language_model import TrainedModel, warn_of_unused
 from fairseq_fwp.models.translation_layers import FwpDecoderLayer, FwpEncoderLayer, SequenceAttention, SourceMemory
-from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX, LinearAttention
+from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
 from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.modules.positions import CountedPositions
@@ -89,9 +83,9 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
 
     @classmethod
     def unused_flags(cls, args: Namespace) -> list[str]:
-        found = unused_options(FastWeightOptions, args, linear_attentions(args))
+        unused = unused_options(FastWeightOptions, args, linear_attentions(args))
         uses_softmax = len(linear_attentions(args)) < 3
-        return [*found, "attention_dropout"] if args.attention_dropout and not uses_softmax else found
+        return [*unused, "attention_dropout"] if args.attention_dropout and not uses_softmax else unused
 
     @classmethod
     def complete(cls, settings: Settings) -> Settings:
@@ -222,10 +216,10 @@ def has_softmax(cfg: TransformerConfig) -> bool:
 
 def linear_attentions(cfg: TransformerConfig) -> list[set[str]]:
     """Return the options that each of the three attentions uses that is not fairseq's own."""
-    kind, options = ATTENTIONS[attention_name(cfg)], FastWeightOptions
-    causal = [] if has_softmax(cfg) else [used_options(options, cfg, kind, cfg.decoder_feature_map)]
+    kind = ATTENTIONS[attention_name(cfg)]
+    causal = [] if has_softmax(cfg) else [used_options(cfg, kind, cfg.decoder_feature_map)]
     maps = [name for name in (cfg.encoder_feature_map, cfg.cross_feature_map) if name != SOFTMAX]
-    return causal + [used_options(options, cfg, LinearAttention, name, LINEAR) for name in maps]
+    return causal + [used_options(cfg, ATTENTIONS["linear"], name) for name in maps]
 
 
 @register_model_architecture("fwp_transformer", "fwp_transformer")

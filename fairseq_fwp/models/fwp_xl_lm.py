@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Sample
-from fairseq_fwp.models.attention_options import SIZES, naming_flags
+from fairseq_fwp.models.attention_options import naming_flags
+from fairseq_fwp.models.attentions import SIZES
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.attention.base import Attention, check_heads

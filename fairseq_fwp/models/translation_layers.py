@@ -12,16 +12,8 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor, nn
 
 from fairseq_fwp.checks import check
-from fairseq_fwp.models.attention_options import (
-    LINEAR,
-    AttentionOptions,
-    build_attention,
-    build_division,
-    build_map,
-    by_argument,
-    construct,
-    naming_flags,
-)
+from fairseq_fwp.models.attention_options import AttentionOptions, naming_flags
+from fairseq_fwp.models.attentions import ATTENTIONS, build_attention, build_division, build_map, construct
 from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeightState, LinearAttention
 from fairseq_fwp.modules.attention.base import check_heads, reorder
 from fairseq_fwp.modules.feature_maps import FeatureMap
@@ -158,8 +150,9 @@ def build_linear_attention(
 ) -> SequenceAttention:
     """Return linear attention with the map of that name."""
     feature_map = build_map(AttentionOptions, cfg, name, embed_dim // num_heads, besides="softmax or ")
-    first, names = (embed_dim, num_heads, feature_map), by_argument(AttentionOptions, *LINEAR)
-    attention = construct(SequenceAttention, cfg, names, *first, division=build_division(cfg), **options)
+    sizes, table = (embed_dim, num_heads), ATTENTIONS["linear"].options
+    parts = {"feature_map": feature_map, "division": build_division(AttentionOptions, cfg), **options}
+    attention = construct(SequenceAttention, AttentionOptions, cfg, table, *sizes, **parts)
     k, v = attention.kv_proj.weight.chunk(2)
     initialize((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim, attention.feature_map)
     return attention

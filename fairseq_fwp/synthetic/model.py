@@ -24,15 +24,12 @@ from torch.nn import functional
 
 from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Sample
-from fairseq_fwp.models.attention_options import (
-    CAUSAL,
-    MemoryOptions,
-    add_choices,
+from fairseq_fwp.models.attention_options import MemoryOptions, PublicMapOptions, add_choices, flag
+from fairseq_fwp.models.attentions import (
+    Kind,
     build_map,
     build_normalizations,
-    by_argument,
     construct,
-    flag,
     unused_options,
     used_options,
 )
@@ -51,7 +48,7 @@ DIGITS = 9
 
 
 @dataclass
-class FwpAssociativeRetrievalConfig(MemoryOptions):
+class FwpAssociativeRetrievalConfig(PublicMapOptions, MemoryOptions):
     """Memory of the retrieval task. Defaults: the sum rule with ELU+1 and no normalisation."""
 
     # Plain strings: `add_args` reads the choices from the tables later, so that plug-ins can add some.
@@ -59,6 +56,20 @@ class FwpAssociativeRetrievalConfig(MemoryOptions):
     feature_map: str = option("elu", "feature map of keys and queries")
     key_dim: int = option(64, "size of keys and queries before the map, at least 1")
     embed_dim: Optional[int] = option(None, "size of a key's embedding, at least 1; none: 2.2 * --num-keys")  # noqa: UP045
+
+
+MEMORY = Kind(
+    FastWeightMemory,
+    {
+        "feature_map": "feature_map",
+        "update_rule": "update_rule",
+        "sum_normalization": "sum_normalization",
+        "attention_normalization": "attention_normalization",
+        "norm_read_out": "norm_read_out",
+        "backend": "fwp_backend",
+    },
+    ("num_values",),
+)
 
 
 @register_model("fwp_associative_retrieval", dataclass=FwpAssociativeRetrievalConfig)
@@ -90,12 +101,14 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
             check(value is None or value >= 1, f"{flag(name)} must be at least 1, got {value}")
         embed_dim = int(2 * task.num_keys * EMBED_DIM_PER_SYMBOL) if cfg.embed_dim is None else cfg.embed_dim
         options = FwpAssociativeRetrievalConfig
-        memory: SoftmaxMemory | FastWeightMemory = SoftmaxMemory(task.num_keys)
-        if cfg.update_rule != SOFTMAX:
-            given = {"feature_map": build_map(options, cfg, cfg.feature_map, cfg.key_dim), **build_normalizations(cfg)}
-            names = by_argument(options, *CAUSAL)
-            memory = construct(FastWeightMemory, cfg, names, num_values=task.num_keys, **given)
-        warn_of_unused(unused_options(options, cfg, [used_options(options, cfg, type(memory), cfg.feature_map)]))
+        if cfg.update_rule == SOFTMAX:
+            without_map = ["feature_map"] if cfg.feature_map != options.feature_map else []
+            warn_of_unused(unused_options(options, cfg, []) + without_map)
+            return cls(SoftmaxMemory(task.num_keys), task.num_keys, embed_dim, cfg.key_dim)
+        parts: dict[str, object] = {**build_normalizations(options, cfg, MEMORY), "num_values": task.num_keys}
+        parts["feature_map"] = build_map(options, cfg, cfg.feature_map, cfg.key_dim)
+        memory = construct(MEMORY.module, options, cfg, MEMORY.options, **parts)
+        warn_of_unused(unused_options(options, cfg, [used_options(cfg, MEMORY, cfg.feature_map)]))
         return cls(memory, task.num_keys, embed_dim, cfg.key_dim)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
@@ -169,17 +182,17 @@ class SquaredErrorCriterion(FairseqCriterion):
         target = sample["target"]
         retrieved = model(**sample["net_input"])
         losses = squared_errors(retrieved, target.clamp(min=0)).masked_fill(target < 0, 0)
-        asked = int((target >= 0).sum())
+        queries = int((target >= 0).sum())
         loss = losses.sum() if reduce else losses
-        log = {"loss": losses.sum().data, "ntokens": asked, "nsentences": len(target), "sample_size": asked}
-        return loss, asked, log
+        log = {"loss": losses.sum().data, "ntokens": queries, "nsentences": len(target), "sample_size": queries}
+        return loss, queries, log
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[Settings]) -> None:
         """Log the mean loss over all processes."""
         total = sum(float(log.get("loss", 0)) for log in logging_outputs)
-        asked = sum(int(log.get("sample_size", 0)) for log in logging_outputs)
-        metrics.log_scalar("loss", total / asked, asked, round=DIGITS)
+        queries = sum(int(log.get("sample_size", 0)) for log in logging_outputs)
+        metrics.log_scalar("loss", total / queries, queries, round=DIGITS)
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:

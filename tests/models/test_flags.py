@@ -15,7 +15,8 @@ from support.pairwise import looped
 from support.small_models import SMALL, build, build_model, configure, make_dictionary
 
 from fairseq_fwp.cli import flags
-from fairseq_fwp.models.attention_options import flag, is_of_attention, naming_flags
+from fairseq_fwp.models.attention_options import flag, naming_flags
+from fairseq_fwp.models.attentions import is_of_attention
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,9 +1,8 @@
-"""Attentions: each is an nn.Module, built from plain arguments. A new one is one file here and one line below.
+"""Attentions: each is an nn.Module, built from plain arguments, and a causal one is a `base.Attention`.
 
-A causal one is a `base.Attention`.
+A new one is a file here, and a line of `models.attentions.ATTENTIONS`, the table of those that models have.
 """
 
-from fairseq_fwp.modules.attention.base import Heads
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
 from fairseq_fwp.modules.attention.linear import LinearAttention
@@ -15,16 +14,6 @@ from fairseq_fwp.modules.attention.time_mix import TimeMix
 # The name of softmax among update rules and feature maps too.
 SOFTMAX = "softmax"
 
-ATTENTIONS: dict[str, type[Heads]] = {
-    "fast_weight": FastWeightAttention,
-    "linear": LinearAttention,
-    SOFTMAX: SoftmaxAttention,
-    "local": LocalAttention,
-    "relative": RelativeAttention,
-    "delta_rnn": DeltaRnn,
-    "time_mix": TimeMix,
-}
-
 # Types of states under their names in files that were written before they moved.
 FORMER_NAMES = (
     (FastWeightState, "fairseq_fwp.modules.fast_weight_attention.FastWeightState"),
@@ -34,3 +23,18 @@ FORMER_NAMES = (
     (SegmentMemory, "fairseq_fwp.modules.relative_attention.Memory"),
     (SegmentMemory, "fairseq_fwp.modules.attention.relative.Memory"),
 )
+
+__all__ = [
+    "FORMER_NAMES",
+    "SOFTMAX",
+    "DeltaRnn",
+    "FastWeightAttention",
+    "FastWeightState",
+    "KeyValueCache",
+    "LinearAttention",
+    "LocalAttention",
+    "RelativeAttention",
+    "SegmentMemory",
+    "SoftmaxAttention",
+    "TimeMix",
+]

@@ -19,7 +19,7 @@ State = TypeVar("State")
 
 
 class Heads(nn.Module):
-    """What all attentions have: heads, and a line in `ATTENTIONS`.
+    """What all attentions of models have: heads, and what a model asks of their class.
 
     named_as_rule: whether models select it as an update rule, because it has none;
     states: the types of its state.
