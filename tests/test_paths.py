@@ -1,0 +1,39 @@
+"""The paths of docs/architecture.md, held against the code: every function, and the words in it that lead on."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("## Three paths through the code")[2].partition("\n## ")[0]
+LINE = re.compile(r"^(\d+)\. `([\w/.]+):([\w.]+)` .*: `([^`]+)`$", re.MULTILINE)
+LINES = LINE.findall(SECTION)
+
+
+def source_of(path, name):
+    """Return the text of a function of this name, with its decorators; of C++, from its name to the next one's end."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if not path.endswith(".py"):
+        bodies = re.findall(rf"^[^\n]*\b{name}\(.*?^ ?}}|^  [^\n]*\b{name}\(.*?^  }}", text, re.MULTILINE | re.DOTALL)
+        return "\n".join(bodies)
+    node = ast.parse(text)
+    for part in name.split("."):
+        node = next(x for x in node.body if getattr(x, "name", None) == part)
+    first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
+    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+
+
+@pytest.mark.parametrize("number, path, name, words", LINES, ids=lambda x: x if x.isdigit() else "")
+def test_a_path_leads_on(number, path, name, words):
+    source = " ".join(source_of(path, name).split())
+    assert source and words.strip() in source, f"line {number}: {path}:{name} must contain {words!r}"
+
+
+def test_paths_are_whole():
+    """Lines are numbered, and none is left out by the expression that reads them."""
+    assert len(LINES) == len(re.findall(r"^\d+\. ", SECTION, re.MULTILINE)) == 30
+    numbers = [int(number) for number, *_ in LINES]
+    assert numbers == [*range(1, 10), *range(1, 12), *range(1, 11)]
