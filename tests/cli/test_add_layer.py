@@ -137,7 +137,7 @@ def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplo
 REFUSALS = [
     ("no last norm", "data", "the model must end with a layer normalisation, got --no-decoder-final-norm: train"),
     ("layer", "data", "must be fwp_lm or fwp_xl_lm, got fwp_fwl_lm"),
-    ("nothing", "data", "there is no checkpoint"),
+    ("nothing", "data", "checkpoint_last.pt cannot be read: No such file"),
     ("local", "empty", "^fwp-add-layer: the text .*must have at least one token, got none"),
     ("local", "untrained", "^fwp-add-layer: the text .*'train' must exist in .*, got only"),
 ]
