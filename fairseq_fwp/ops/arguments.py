@@ -75,8 +75,8 @@ def check_arguments(
         raise TypeError(f"{rule}: q must be float32, float64, bfloat16 or float16, got {q.dtype}")
     for name, (x, shapes) in tensors.items():
         is_gate, wide = name not in ("q", "k", "v"), state_dtype(q.dtype)
-        what = f"dtype {wide} or q's dtype" if is_gate and wide != q.dtype else "q's dtype"
-        _expect(rule, name, x, shapes, sizes, wide if is_gate and x.dtype == wide else q.dtype, what, q.device)
+        dtype_words = f"dtype {wide} or q's dtype" if is_gate and wide != q.dtype else "q's dtype"
+        _expect(rule, name, x, shapes, sizes, wide if is_gate and x.dtype == wide else q.dtype, dtype_words, q.device)
     if state is not None:
         _expect_dense(rule, "state", state, "a tensor or None")
         dtype = state_dtype(q.dtype)
@@ -101,9 +101,9 @@ def _sizes(rule: str, tensors: dict[str, tuple[Tensor, tuple[Shape, ...]]]) -> d
     return sizes
 
 
-def _expect_dense(rule: str, name: str, x: Tensor, what: str) -> None:
+def _expect_dense(rule: str, name: str, x: Tensor, kind: str) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{rule}: {name} must be {what}, got {type(x).__name__}")
+        raise TypeError(f"{rule}: {name} must be {kind}, got {type(x).__name__}")
     # The dispatcher has no kernel for other layouts, and would call the operator's Python body forever.
     if x.layout != torch.strided:
         raise TypeError(f"{rule}: {name} must be a dense tensor, got one of layout {x.layout}")
@@ -116,7 +116,7 @@ def _expect(
     shapes: tuple[Shape, ...],
     sizes: dict[str, int],
     dtype: torch.dtype,
-    what: str,
+    dtype_words: str,
     device: torch.device,
 ) -> None:
     allowed = {shape: tuple(sizes[size] for size in shape) for shape in shapes}
@@ -124,6 +124,6 @@ def _expect(
         wanted = " or ".join(f"({', '.join(shape)}) = {numbers}" for shape, numbers in allowed.items())
         raise ValueError(f"{rule}: {name} must have shape {wanted}, got {tuple(x.shape)}")
     if x.dtype != dtype:
-        raise TypeError(f"{rule}: {name} must have {what} = {dtype}, got {x.dtype}")
+        raise TypeError(f"{rule}: {name} must have {dtype_words} = {dtype}, got {x.dtype}")
     if x.device != device:
         raise ValueError(f"{rule}: {name} must be on q's device = {device}, got {x.device}")

@@ -23,10 +23,10 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, sequenc
     A depthwise convolution, as in Gu & Dao 2023, "Mamba" (arXiv 2312.00752), before the memory.
     """
     wide = state_dtype(x.dtype)
-    given: list[Any] = [None if y is None else y.to(wide).contiguous() for y in (x, weight.t(), bias)]
-    given.append(None if sequence is None else sequence.long().contiguous())
+    inputs: list[Any] = [None if y is None else y.to(wide).contiguous() for y in (x, weight.t(), bias)]
+    inputs.append(None if sequence is None else sequence.long().contiguous())
     compute = definition if is_transformed() else _forward  # operators have no forward mode, and no vmap
-    out: Tensor = compute(*given).to(x.dtype)
+    out: Tensor = compute(*inputs).to(x.dtype)
     return out
 
 

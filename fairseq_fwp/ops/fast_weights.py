@@ -94,32 +94,32 @@ def fast_weights(
     return out, memory
 
 
-def reference_of(given: Inputs) -> Callable[..., Results]:
-    """Return the definition for these inputs: (*given.tokens, state=, first=) -> out and the new state."""
-    names = [name for name in OPTIONAL if getattr(given, name) is not None]
+def reference_of(inputs: Inputs) -> Callable[..., Results]:
+    """Return the definition for these inputs: (*inputs.tokens, state=, first=) -> out and the new state."""
+    names = [name for name in OPTIONAL if getattr(inputs, name) is not None]
 
     def step(memory: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         gate = dict(zip(names, gates, strict=True))
         faded = gate["decay"].unsqueeze(-1) * memory if "decay" in gate else memory
         faded = faded * gate["value_decay"].unsqueeze(-2) if "value_decay" in gate else faded
-        write = v - retrieve(k, faded) if given.erases else v
+        write = v - retrieve(k, faded) if inputs.erases else v
         after = faded + outer(k, gate["rate"] * write if "rate" in gate else write)
         return after - outer(gate["removal"], retrieve(gate["removal_key"], memory)) if "removal" in gate else after
 
     return lambda *tokens, state, first: reference.loop("fast_weights", step, tokens, state, first)
 
 
-def _check(given: Inputs) -> None:
-    if (given.removal_key is None) != (given.removal is None):
+def _check(inputs: Inputs) -> None:
+    if (inputs.removal_key is None) != (inputs.removal is None):
         raise ValueError("fast_weights: removal_key and removal must be given together, got only one")
-    removes = given.removal_key is not None
-    if given.erases and removes:
+    removes = inputs.removal_key is not None
+    if inputs.erases and removes:
         raise ValueError("fast_weights: erases must be False with removal_key and removal, got True")
-    if given.value_decay is not None and (given.rate is not None or given.erases or removes):
+    if inputs.value_decay is not None and (inputs.rate is not None or inputs.erases or removes):
         raise ValueError("fast_weights: value_decay must be None with a rate, erasing or removal, got a tensor")
     shapes = {"q": (SHARED_KEY,), "k": (SHARED_KEY,), "v": (PER_VALUE,), **OPTIONAL}
-    tensors = {name: (getattr(given, name), shapes[name]) for name in shapes if getattr(given, name) is not None}
-    check_arguments("fast_weights", tensors, given.state, given.first)
+    tensors = {name: (getattr(inputs, name), shapes[name]) for name in shapes if getattr(inputs, name) is not None}
+    check_arguments("fast_weights", tensors, inputs.state, inputs.first)
 
 
 @torch.library.custom_op(
@@ -127,7 +127,7 @@ def _check(given: Inputs) -> None:
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, the new state, and two tensors for the backward pass, (0,) if they are not needed.
 
     retrieved: (B, H, L, Dv) in the state's dtype. From kernels: the errors v_t - k_t W' of a rule that erases, or the
@@ -135,36 +135,36 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kept: (B, H, L // KEPT_EVERY, Dk, Dv), states from kernels, unless the rule only adds or only corrects. Here:
         uninitialised.
     """
-    given = Inputs(*inputs)
-    _check(given)
-    if kernel_ready(given.q.device.type):  # the library is loaded: its operator replaces this one
-        return torch.ops.fwp.fast_weights(*given)
-    _, _, retrieved, kept = _allocate(given)
-    out, state, _ = reference.forward(reference_of(given), given.tokens, given.state, given.first)
-    if given.erases:
-        retrieved.copy_(given.v)
+    inputs = Inputs(*arguments)
+    _check(inputs)
+    if kernel_ready(inputs.q.device.type):  # the library is loaded: its operator replaces this one
+        return torch.ops.fwp.fast_weights(*inputs)
+    _, _, retrieved, kept = _allocate(inputs)
+    out, state, _ = reference.forward(reference_of(inputs), inputs.tokens, inputs.state, inputs.first)
+    if inputs.erases:
+        retrieved.copy_(inputs.v)
     return out, state, retrieved, kept
 
 
-def _allocate(given: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _allocate(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return uninitialised memory for the results."""
-    q, v, dtype = given.q, given.v, state_dtype(given.q.dtype)
+    q, v, dtype = inputs.q, inputs.v, state_dtype(inputs.q.dtype)
     sizes = (q.shape[3], v.shape[3])
-    retrieved = q.new_empty(v.shape if given.erases or given.removal_key is not None else (0,), dtype=dtype)
-    kept = (*v.shape[:2], v.shape[2] // KEPT_EVERY, *sizes) if given.keeps_states else (0,)
+    retrieved = q.new_empty(v.shape if inputs.erases or inputs.removal_key is not None else (0,), dtype=dtype)
+    shape_of_kept = (*v.shape[:2], v.shape[2] // KEPT_EVERY, *sizes) if inputs.keeps_states else (0,)
     return (
         v.new_empty(v.shape),
         q.new_empty((*v.shape[:2], *sizes), dtype=dtype),
         retrieved,
-        q.new_empty(kept, dtype=dtype),
+        q.new_empty(shape_of_kept, dtype=dtype),
     )
 
 
 @_forward.register_fake
-def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = Inputs(*inputs)
-    _check(given)
-    return _allocate(given)
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs = Inputs(*arguments)
+    _check(inputs)
+    return _allocate(inputs)
 
 
 @torch.library.custom_op(
@@ -173,38 +173,38 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     schema=f"(Tensor q, Tensor k, Tensor? v, {SCHEMA}, Tensor retrieved, Tensor kept, Tensor? grad_out,"
     f" Tensor? grad_state) -> ({', '.join(['Tensor'] * 9)})",
 )
-def _backward(*inputs: Any) -> tuple[Tensor, ...]:
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, the optional tokens and the first state; (0,) for what is absent."""
-    *of_forward, retrieved, _, grad_out, grad_state = inputs
-    given = Inputs(*of_forward)
-    if kernel_ready(given.q.device.type):
-        return torch.ops.fwp.fast_weights_backward(*inputs)
-    if given.erases:
-        given = given._replace(v=retrieved.to(given.q.dtype))
-    run, tokens = reference_of(given), given.tokens
-    starts = reference.forward(run, tokens, given.state, given.first)[2]
-    found = iter(reference.backward(run, tokens, given.first, starts, grad_out, grad_state))
-    grads = _allocate_gradients(given, retrieved)
-    return tuple(x if given[i] is None else next(found) for i, x in enumerate(grads))
+    *of_forward, retrieved, _, grad_out, grad_state = arguments
+    inputs = Inputs(*of_forward)
+    if kernel_ready(inputs.q.device.type):
+        return torch.ops.fwp.fast_weights_backward(*arguments)
+    if inputs.erases:
+        inputs = inputs._replace(v=retrieved.to(inputs.q.dtype))
+    run, tokens = reference_of(inputs), inputs.tokens
+    starts = reference.forward(run, tokens, inputs.state, inputs.first)[2]
+    computed = iter(reference.backward(run, tokens, inputs.first, starts, grad_out, grad_state))
+    grads = _allocate_gradients(inputs, retrieved)
+    return tuple(x if inputs[i] is None else next(computed) for i, x in enumerate(grads))
 
 
-def _allocate_gradients(given: Inputs, retrieved: Tensor) -> tuple[Tensor, ...]:
-    like = given._replace(v=retrieved.to(given.q.dtype) if given.v is None else given.v)
-    return tuple(given.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like[:9])
+def _allocate_gradients(inputs: Inputs, retrieved: Tensor) -> tuple[Tensor, ...]:
+    like = inputs._replace(v=retrieved.to(inputs.q.dtype) if inputs.v is None else inputs.v)
+    return tuple(inputs.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like[:9])
 
 
 @_backward.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    *of_forward, retrieved, _, _, _ = inputs
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    *of_forward, retrieved, _, _, _ = arguments
     return _allocate_gradients(Inputs(*of_forward), retrieved)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    given = Inputs(*inputs)
-    ctx.erases = given.erases
+    named = Inputs(*inputs)
+    ctx.erases = named.erases
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*given._replace(v=None if given.erases else given.v)[:-1], *output[2:])
+    ctx.save_for_backward(*named._replace(v=None if named.erases else named.v)[:-1], *output[2:])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, *_: None) -> tuple[Any, ...]:

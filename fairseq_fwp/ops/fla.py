@@ -69,14 +69,14 @@ FORMS: dict[str, Callable[..., Form]] = {
 }
 
 
-def run(rule: str, given: dict[str, Tensor], state: Tensor | None = None, first: Tensor | None = None) -> Results:
+def run(rule: str, tensors: dict[str, Tensor], state: Tensor | None = None, first: Tensor | None = None) -> Results:
     """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) of a rule for its arguments by name.
 
     ValueError, TypeError: what fla's kernels do not take. RuntimeError: there is no such kernel, device or package.
     """
-    _check(rule, given)
-    heads = given["v"].shape[1]
-    shared = {name: for_heads(x, heads) if name in "qk" else x for name, x in given.items()}
+    _check(rule, tensors)
+    heads = tensors["v"].shape[1]
+    shared = {name: for_heads(x, heads) if name in "qk" else x for name, x in tensors.items()}
     function, arguments = FORMS[rule](*(x.transpose(1, 2) for x in shared.values()))
     places: Tensor | None = None
     last: Any = slice(None)
@@ -84,11 +84,11 @@ def run(rule: str, given: dict[str, Tensor], state: Tensor | None = None, first:
         places, begins, last = _documents(first)
         arguments = {name: _one_row(x) for name, x in arguments.items()}
         if state is not None:
-            kept = state.masked_fill(first[:, 0, None, None, None], 0)
-            state = state.new_zeros((len(places) - 1, *state.shape[1:])).index_copy(0, begins, kept)
+            carried = state.masked_fill(first[:, 0, None, None, None], 0)
+            state = state.new_zeros((len(places) - 1, *state.shape[1:])).index_copy(0, begins, carried)
     call = _load(function)
     out, memory = call(**arguments, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=places)
-    B, _, L = given["q"].shape[:3]
+    B, _, L = tensors["q"].shape[:3]
     return out.view(B, L, *out.shape[2:]).transpose(1, 2), memory[last]
 
 
@@ -105,23 +105,23 @@ def _one_row(x: Any) -> Any:
     return x.flatten(0, 1).unsqueeze(0) if isinstance(x, Tensor) else x
 
 
-def _check(rule: str, given: dict[str, Tensor]) -> None:
-    q = given["q"]
-    said = f"{rule} with backend='fla': "
+def _check(rule: str, tensors: dict[str, Tensor]) -> None:
+    q = tensors["q"]
+    prefix = f"{rule} with backend='fla': "
     if rule not in FORMS:
-        raise RuntimeError(f"{said}the rule must be one of {', '.join(FORMS)}; use backend='auto'")
+        raise RuntimeError(f"{prefix}the rule must be one of {', '.join(FORMS)}; use backend='auto'")
     if q.device.type not in DEVICES:
-        raise RuntimeError(f"{said}tensors must be on a CUDA device, got {q.device}; use backend='auto'")
+        raise RuntimeError(f"{prefix}tensors must be on a CUDA device, got {q.device}; use backend='auto'")
     if q.dtype not in DTYPES:
-        raise TypeError(f"{said}q must be bfloat16 or float16, got {q.dtype}; use backend='auto' for others")
-    if not 0 < q.shape[3] <= GREATEST_KEY or not given["v"].shape[-1] or not q.shape[2]:
-        raise ValueError(f"{said}there must be tokens, with keys of at most {GREATEST_KEY}, got q {tuple(q.shape)}")
-    decays = {name: given[name] for name in DECAYS if name in given}
+        raise TypeError(f"{prefix}q must be bfloat16 or float16, got {q.dtype}; use backend='auto' for others")
+    if not 0 < q.shape[3] <= GREATEST_KEY or not tensors["v"].shape[-1] or not q.shape[2]:
+        raise ValueError(f"{prefix}there must be tokens, with keys of at most {GREATEST_KEY}, got q {tuple(q.shape)}")
+    decays = {name: tensors[name] for name in DECAYS if name in tensors}
     if rule == "delta_product_rule" and any(x.dim() == 4 for x in decays.values()):
-        raise ValueError(f"{said}decay must have shape (B, H, L), got {tuple(decays['decay'].shape)}")
+        raise ValueError(f"{prefix}decay must have shape (B, H, L), got {tuple(decays['decay'].shape)}")
     for name, x in decays.items():
         if not (x > 0).all():
-            raise ValueError(f"{said}{name} must be above 0, got {x.min().item():g}; use backend='auto'")
+            raise ValueError(f"{prefix}{name} must be above 0, got {x.min().item():g}; use backend='auto'")
 
 
 def _load(function: str) -> Callable[..., Results]:

@@ -96,8 +96,8 @@ def backward(
             return run(*some, state=memory, first=some_first)
 
         differentiate = torch.func.vjp(of_chunk, starts[:, :, i], *some)[1]
-        gradient, *found = differentiate((d_out[:, :, chunk], gradient))
-        for grad, x in zip(grads, found, strict=True):
+        gradient, *grads_of_chunk = differentiate((d_out[:, :, chunk], gradient))
+        for grad, x in zip(grads, grads_of_chunk, strict=True):
             grad[:, :, chunk] = x
     return [*grads, gradient]
 

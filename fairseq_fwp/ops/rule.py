@@ -115,8 +115,8 @@ class Rule:
         if states_after is None and len(arguments) == count and named.keys() <= {"state"}:
             return self.run(*arguments, **named, first=first, backend=backend)
         names = ("q", "k", "v", *self.gates, "state")
-        given = dict(zip(names, arguments, strict=False)) | named
-        if len(arguments) > len(names) or {*names[:-1]} - {*given} or {*given} - {*names}:
+        values = dict(zip(names, arguments, strict=False)) | named
+        if len(arguments) > len(names) or {*names[:-1]} - {*values} or {*values} - {*names}:
             by_name = f" and {', '.join(named)} by name" if named else ""
             raise TypeError(
                 f"the arguments of {self.name} must be {', '.join(names[:-1])} and, if wanted, state, by position or "
@@ -124,8 +124,8 @@ class Rule:
             )
         if twice := {*names[: len(arguments)]} & {*named}:
             raise TypeError(f"{self.name} must get arguments once, got two values of {', '.join(sorted(twice))}")
-        state = given.pop("state", None)
-        tokens = [given[name] for name in names[:-1]]
+        state = values.pop("state", None)
+        tokens = [values[name] for name in names[:-1]]
         if states_after is None:
             return self.run(*tokens, state=state, first=first, backend=backend)
         try:
@@ -241,27 +241,27 @@ def make_operator(rule: Rule) -> Callable[..., Results]:
     schema = f"({tensors}, Tensor? state, Tensor? first) -> (Tensor, Tensor, Tensor)"
 
     @torch.library.custom_op(f"fwp::{name}", mutates_args=(), schema=schema)
-    def op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tokens, state, first = given
+    def op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tokens, state, first = arguments
         rule.check(*tokens, state=state, first=first)
         return forward(rule.reference, tuple(tokens), state, first)
 
     @op.register_fake
-    def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tokens, state, first = given
+    def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tokens, state, first = arguments
         rule.check(*tokens, state=state, first=first)
         return allocate(tokens[0], tokens[2])
 
     schema = f"({tensors}, Tensor? first, Tensor starts, Tensor? grad_out, Tensor? grad_state) -> Tensor[]"
 
     @torch.library.custom_op(f"fwp::{name}_backward", mutates_args=(), schema=schema)
-    def op_backward(*given: Any) -> list[Tensor]:
-        *tokens, first, starts, grad_out, grad_state = given
+    def op_backward(*arguments: Any) -> list[Tensor]:
+        *tokens, first, starts, grad_out, grad_state = arguments
         return backward(rule.reference, tuple(tokens), first, starts, grad_out, grad_state)
 
     @op_backward.register_fake
-    def _(*given: Any) -> list[Tensor]:
-        *tokens, _, _, _, _ = given
+    def _(*arguments: Any) -> list[Tensor]:
+        *tokens, _, _, _, _ = arguments
         return [*(x.new_empty(x.shape) for x in tokens), allocate(tokens[0], tokens[2])[1]]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -61,8 +61,8 @@ def _expect_factors(q: Tensor, *factors: tuple[Tensor, tuple[int, ...]]) -> None
         raise ValueError("gates must have the shapes and the dtype of their rule")
 
 
-def _gated(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, **rest: Any) -> Results:
-    return fast_weights(q, k, v, decay=gate, rate=torch.rsub(at_least_float32(gate), 1), **rest)
+def _gated(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, **options: Any) -> Results:
+    return fast_weights(q, k, v, decay=gate, rate=torch.rsub(at_least_float32(gate), 1), **options)
 
 
 @rule(_gated, gate=(PER_TOKEN,))
@@ -80,7 +80,7 @@ def gated_rule(memory: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
     return gate.unsqueeze(-1) * memory + outer((1 - gate) * k, v)
 
 
-@rule(lambda q, k, v, decay, **rest: fast_weights(q, k, v, decay=decay, **rest), decay=(PER_TOKEN, PER_KEY))
+@rule(lambda q, k, v, decay, **options: fast_weights(q, k, v, decay=decay, **options), decay=(PER_TOKEN, PER_KEY))
 def gla_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
     """Multiply the memory by decay, (B, H, L) or (B, H, L, Dk), add k^T v, then read with q: gated linear attention.
 
@@ -96,10 +96,10 @@ def gla_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
     return decay.unsqueeze(-1) * memory + outer(k, v)
 
 
-def _decay(q: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_decay: Tensor, **rest: Any) -> Results:
+def _decay(q: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_decay: Tensor, **options: Any) -> Results:
     if key_decay.dim() != 4:  # the operator takes a decay per head too
         raise ValueError(f"decay_rule: key_decay must have shape (B, H, L, Dk), got {tuple(key_decay.shape)}")
-    return fast_weights(q, k, v, decay=key_decay, value_decay=value_decay, **rest)
+    return fast_weights(q, k, v, decay=key_decay, value_decay=value_decay, **options)
 
 
 @rule(_decay, key_decay=(PER_KEY,), value_decay=(PER_VALUE,))
@@ -117,7 +117,7 @@ def decay_rule(memory: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_de
     return outer(key_decay, value_decay) * memory + outer(k, v)
 
 
-@rule(lambda q, k, v, beta, **rest: fast_weights(q, k, v, rate=beta, erases=True, **rest), beta=(PER_TOKEN,))
+@rule(lambda q, k, v, beta, **options: fast_weights(q, k, v, rate=beta, erases=True, **options), beta=(PER_TOKEN,))
 def delta_rule(memory: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     """Write beta (B, H, L) times the difference between v and the value that k retrieves, then read with q.
 
@@ -134,7 +134,7 @@ def delta_rule(memory: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
 
 
 @rule(
-    lambda q, k, v, decay, beta, **rest: fast_weights(q, k, v, decay=decay, rate=beta, erases=True, **rest),
+    lambda q, k, v, decay, beta, **options: fast_weights(q, k, v, decay=decay, rate=beta, erases=True, **options),
     decay=(PER_TOKEN, PER_KEY),
     beta=(PER_TOKEN,),
 )
@@ -239,13 +239,13 @@ def delta_product_rule(
 
 
 def _rwkv7(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal_rate: Tensor, **rest: Any
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal_rate: Tensor, **options: Any
 ) -> Results:
     if decay.dim() != 4:  # the operator takes a decay per head too
         raise ValueError(f"rwkv7_rule: decay must have shape (B, H, L, Dk), got {tuple(decay.shape)}")
     _expect_factors(q, (removal_key, removal_key.shape), (removal_rate, removal_key.shape))
     key = at_least_float32(removal_key)
-    return fast_weights(q, k, v, decay=decay, removal_key=key, removal=removal_rate * key, **rest)
+    return fast_weights(q, k, v, decay=decay, removal_key=key, removal=removal_rate * key, **options)
 
 
 @rule(_rwkv7, decay=(PER_KEY,), removal_key=(PER_KEY,), removal_rate=(PER_KEY,))
@@ -271,8 +271,8 @@ def rwkv7_rule(
 
 
 @rule(
-    lambda q, k, v, decay, removal_key, removal, **rest: fast_weights(
-        q, k, v, decay=decay, removal_key=removal_key, removal=removal, **rest
+    lambda q, k, v, decay, removal_key, removal, **options: fast_weights(
+        q, k, v, decay=decay, removal_key=removal_key, removal=removal, **options
     ),
     decay=(PER_TOKEN, PER_KEY),
     removal_key=(PER_KEY,),
@@ -312,8 +312,8 @@ def _gdn2(
     dtype, (q, k, v, decay) = v.dtype, map(at_least_float32, (q, k, v, decay))
     key = for_heads(k, v.shape[1])
     removal_key = erase * key * (decay if decay.dim() == 4 else decay.unsqueeze(-1))
-    rest: dict[str, Any] = {"removal_key": removal_key, "removal": key, "state": state, "first": first}
-    out, memory = fast_weights(q, k, write * v, decay=decay, **rest)
+    options: dict[str, Any] = {"removal_key": removal_key, "removal": key, "state": state, "first": first}
+    out, memory = fast_weights(q, k, write * v, decay=decay, **options)
     return out.to(dtype), memory
 
 
