@@ -32,8 +32,8 @@ def warn_of_float16(q: Tensor) -> None:
     """Warn once that the CUDA kernels on tensor cores take bfloat16, and not float16."""
     if q.dtype == torch.float16 and "float16" not in _warned and not torch.compiler.is_compiling():
         _warned.add("float16")
-        said = "fairseq_fwp runs float16 without tensor cores: use bfloat16 (--bf16, not --fp16), which runs on them"
-        warnings.warn(said, RuntimeWarning, stacklevel=_level_of_caller())
+        message = "fairseq_fwp runs float16 without tensor cores: use bfloat16 (--bf16, not --fp16), which runs on them"
+        warnings.warn(message, RuntimeWarning, stacklevel=_level_of_caller())
 
 
 def _level_of_caller() -> int:

@@ -118,11 +118,11 @@ def _add_toolkit(arguments: dict[str, Any], environment: dict[str, str], folder:
         (folder / "libcudart.so").symlink_to(runtime)
 
 
-def _build_error(said: str) -> BuildError:
+def _build_error(output: str) -> BuildError:
     """Return the first error message of ninja or the compilers, or else the command that failed."""
-    lines = said.splitlines()
-    found = [line for words in ("error:|fatal|cannot find", "^FAILED") for line in lines if re.search(words, line)]
-    reason = [*found, *lines[-1:], "without a word"][0].strip()
+    lines = output.splitlines()
+    errors = [line for words in ("error:|fatal|cannot find", "^FAILED") for line in lines if re.search(words, line)]
+    reason = [*errors, *lines[-1:], "without a word"][0].strip()
     cure = "cuda_ext/README.md says which compilers work"
     if "-std=c++20" in reason:
         cure = "install g++ 10 or later, or set CXX"

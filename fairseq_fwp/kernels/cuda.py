@@ -23,9 +23,9 @@ def architecture_flags() -> list[str]:
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST") or "native"
     if listed == "native":  # as in PyTorch
         listed = " ".join(map(_dotted, gpus))
-    found = re.findall(r"(\d+)\.(\d)[af]?(\+PTX)?", listed)
+    capabilities = re.findall(r"(\d+)\.(\d)[af]?(\+PTX)?", listed)
     # Such lists are often made for many libraries: capabilities too old for the kernels are skipped.
-    chosen = {(*gpu, bool(ptx)) for *digits, ptx in found if (gpu := tuple(map(int, digits))) >= OLDEST}
+    chosen = {(*gpu, bool(ptx)) for *digits, ptx in capabilities if (gpu := tuple(map(int, digits))) >= OLDEST}
     for gpu, name in gpus.items():
         # The driver translates PTX for all later GPUs.
         if not any((major, minor) <= gpu and (ptx or major == gpu[0]) for major, minor, ptx in chosen):
@@ -51,9 +51,9 @@ def _visible_gpus() -> dict[tuple[int, ...], str]:
         raise BuildError(f"PyTorch {version} is built without CUDA", "install one built for CUDA, or use the CPU")
     if not torch.cuda.is_available():
         raise BuildError("PyTorch sees no NVIDIA GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use the CPU")
-    found = range(torch.cuda.device_count())
+    devices = range(torch.cuda.device_count())
     try:
-        gpus = {torch.cuda.get_device_capability(i): torch.cuda.get_device_name(i) for i in found}
+        gpus = {torch.cuda.get_device_capability(i): torch.cuda.get_device_name(i) for i in devices}
     except RuntimeError as error:  # the driver works, but the GPU does not start
         reason = str(error).partition("\n")[0]
         raise BuildError(f"the GPU does not start: {reason}", "check nvidia-smi, or use the CPU") from error
@@ -100,8 +100,8 @@ def toolkit_release() -> str:
 
 def toolkit_folders(nvcc: str) -> tuple[list[str], list[str]]:
     """Return the folders in which nvcc finds headers and libraries; only nvcc itself can tell."""
-    said = _ask(nvcc, "-dryrun", "-shared", "x.o")
-    return re.findall(r'"-I([^"]+)"', said), re.findall(r'"-L([^"]+)"', said)
+    commands = _ask(nvcc, "-dryrun", "-shared", "x.o")
+    return re.findall(r'"-I([^"]+)"', commands), re.findall(r'"-L([^"]+)"', commands)
 
 
 def _release(nvcc: str) -> str:

@@ -55,12 +55,12 @@ _checking = threading.Lock()
 def distrusted(rule: str, device: str, required: bool = False) -> bool:
     """Return whether a rule must not use its kernel: warn once if so, or raise RuntimeError if it is required."""
     reason = find_faults(device).get(rule)
-    said = f"the kernel of {rule} is not used on {device}, because it differs from the reference: {reason}"
+    message = f"the kernel of {rule} is not used on {device}, because it differs from the reference: {reason}"
     if reason and required:
-        raise RuntimeError(f"{said}; use backend='reference', or build with another compiler")
+        raise RuntimeError(f"{message}; use backend='reference', or build with another compiler")
     if reason and rule not in _warned:
         _warned.add(rule)
-        warnings.warn(f"{said}; the rule runs as a slow loop in Python", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"{message}; the rule runs as a slow loop in Python", RuntimeWarning, stacklevel=5)
     return bool(reason)
 
 
@@ -71,9 +71,9 @@ distrusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def read_faults(library: Path) -> dict[str, Faults]:
     """Return the stored faults of a library, by the name of the device."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(library.with_name("checked.json").read_text(encoding="utf-8"))
-        if found["library"] == _digest(library):
-            return dict(found["faults"])
+        stored = json.loads(library.with_name("checked.json").read_text(encoding="utf-8"))
+        if stored["library"] == _digest(library):
+            return dict(stored["faults"])
     return {}
 
 
@@ -88,25 +88,25 @@ def _load_and_check(device: str) -> Faults:
     if status.path is None:
         return {}
     library, name = Path(status.path), torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    known = read_faults(library)
-    if name not in known:
+    faults_by_device = read_faults(library)
+    if name not in faults_by_device:
         with locked(library.parent):
-            known = read_faults(library)
-            if name not in known:  # no other process has checked it while this one waited
+            faults_by_device = read_faults(library)
+            if name not in faults_by_device:  # no other process has checked it while this one waited
                 try:
-                    known[name] = _check_apart(device)
+                    faults_by_device[name] = _check_apart(device)
                 except RuntimeError as error:
-                    said = f"the kernels are used on {device} without a check, which another process could not make"
-                    warnings.warn(f"{said}: {error}", RuntimeWarning, stacklevel=7)
+                    message = f"the kernels are used on {device} without a check, which another process could not make"
+                    warnings.warn(f"{message}: {error}", RuntimeWarning, stacklevel=7)
                     return {}
-                _write_faults(library, known)
-    return _faults.setdefault(device, known[name])
+                _write_faults(library, faults_by_device)
+    return _faults.setdefault(device, faults_by_device[name])
 
 
-def _write_faults(library: Path, known: dict[str, Faults]) -> None:
+def _write_faults(library: Path, faults: dict[str, Faults]) -> None:
     with contextlib.suppress(OSError):  # if it cannot be written, each process checks
         part = library.with_name(f"checked.{os.getpid()}")
-        part.write_text(json.dumps({"library": _digest(library), "faults": known}, indent=1), encoding="utf-8")
+        part.write_text(json.dumps({"library": _digest(library), "faults": faults}, indent=1), encoding="utf-8")
         os.replace(part, library.with_name("checked.json"))
 
 
@@ -131,12 +131,12 @@ def _check_apart(device: str) -> Faults:
     faults: Faults = {}
     begun, ended = 0, False
     while not ended:
-        said, status = _run_child([sys.executable, "-c", CHILD, device, str(begun)])
-        lines = [json.loads(line) for line in said if line.startswith("[")]
+        printed, status = _run_child([sys.executable, "-c", CHILD, device, str(begun)])
+        lines = [json.loads(line) for line in printed if line.startswith("[")]
         if status is None and not lines:
             raise RuntimeError(f"it did not begin within {SECONDS:g} seconds")
         if (status or 0) > 0 or not lines:
-            raise RuntimeError(said[-1] if said else "no output")
+            raise RuntimeError(printed[-1] if printed else "no output")
         faults |= {name: reason for name, reason in lines if reason}
         begun += sum(reason is None for _, reason in lines)
         if status is None:
@@ -149,7 +149,7 @@ def _check_apart(device: str) -> Faults:
 
 def _run_child(command: list[str]) -> tuple[list[str], int | None]:
     """Return what a child has written, and its status: None if it was killed after SECONDS without a line."""
-    late, said = threading.Event(), []
+    late, printed = threading.Event(), []
     to_one_pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], **to_one_pipe) as child:
 
@@ -164,8 +164,8 @@ def _run_child(command: list[str]) -> tuple[list[str], int | None]:
             watch.start()
             line = child.stdout.readline()
             watch.cancel()
-            said += [line.strip()] if line.strip() else []
-    return said, None if late.is_set() else child.returncode
+            printed += [line.strip()] if line.strip() else []
+    return printed, None if late.is_set() else child.returncode
 
 
 def check_in_child(rules: Sequence[Any]) -> None:
@@ -200,14 +200,14 @@ def _check(rule: Any, device: torch.device) -> str:
             **dict(zip(rule.gates, gates, strict=True)),
         }
         shapes |= {"state": state, "d_out": (*token, "Dv"), "d_state": state}
-        given = _sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
+        inputs = _sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
         documents = (torch.arange(sizes["L"]) == 33).expand(sizes["B"], -1)
         usual = ((None, tuple(LIMITS)), (documents, (torch.float32, torch.bfloat16)))
         for first, dtypes in ((None, (torch.bfloat16,)),) if sizes in LONG else usual:
-            truth = _results(rule.reference, given, torch.float64, torch.device("cpu"), first)
+            truth = _results(rule.reference, inputs, torch.float64, torch.device("cpu"), first)
             for dtype in dtypes:
-                found = _results(rule.family, given, dtype, device, first)
-                for name, x in found.items():
+                results = _results(rule.family, inputs, dtype, device, first)
+                for name, x in results.items():
                     distance = float((x - truth[name]).norm() / truth[name].norm())
                     if not distance <= LIMITS[dtype]:
                         return f"{name} in {str(dtype).removeprefix('torch.')} is off by {distance:.1e}"
@@ -216,23 +216,23 @@ def _check(rule: Any, device: torch.device) -> str:
 
 def _sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor]:
     """Return arguments and gradients in float64 that are exact in bfloat16: keys of sum one, gates from 1/2 to 1."""
-    generator, found = torch.Generator().manual_seed(0), {}
+    generator, tensors = torch.Generator().manual_seed(0), {}
     for name, shape in shapes.items():
         normal = name in ("q", "v", "state", "d_out", "d_state")
         x = (torch.randn if normal else torch.rand)(shape, generator=generator)
         x = x if normal else x / sum_of_key if name in ("k", "removal_key", "removal") else 1 - x / 2
-        found[name] = x.bfloat16().double()
-    return found
+        tensors[name] = x.bfloat16().double()
+    return tensors
 
 
-def _results(compute: Any, given: dict[str, Tensor], dtype: torch.dtype, device: torch.device, first: Any) -> Any:
+def _results(compute: Any, inputs: dict[str, Tensor], dtype: torch.dtype, device: torch.device, first: Any) -> Any:
     """Return out, the new state and all gradients by name, in float64 on the CPU."""
     of_state = torch.promote_types(dtype, torch.float32)
-    moved = {name: x.to(device, of_state if "state" in name else dtype) for name, x in given.items()}
+    moved = {name: x.to(device, of_state if "state" in name else dtype) for name, x in inputs.items()}
     gradients = moved.pop("d_out"), moved.pop("d_state")
     leaves = {name: x.detach().requires_grad_() for name, x in moved.items()}
     *tokens, state = leaves.values()
     outputs = compute(*tokens, state=state, first=None if first is None else first.to(device))
-    found = (*outputs, *torch.autograd.grad(outputs, list(leaves.values()), gradients))
+    results = (*outputs, *torch.autograd.grad(outputs, list(leaves.values()), gradients))
     names = ("out", "the new state", *(f"the gradient of {name}" for name in leaves))
-    return {name: x.detach().double().cpu() for name, x in zip(names, found, strict=True)}
+    return {name: x.detach().double().cpu() for name, x in zip(names, results, strict=True)}
