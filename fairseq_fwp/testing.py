@@ -71,13 +71,13 @@ def _part(inputs: dict[str, Any], tokens: slice, state: Tensor | None) -> dict[s
 
 
 def _check_results(rule: Rule, inputs: dict[str, Any]) -> None:
-    given = {name: x.clone() for name, x in inputs.items()}
+    copies = {name: x.clone() for name, x in inputs.items()}
     out, state = rule(**inputs)
     shape = (*inputs["q"].shape[:3], SIZES["Dv"])
     assert out.shape == shape and out.dtype == torch.float64, f"out must be float64 of {shape}"
     assert state.shape == inputs["state"].shape, f"the state must be {tuple(inputs['state'].shape)}"
     assert out.isfinite().all() and state.isfinite().all(), "out and state must be finite"
-    assert all(torch.equal(x, given[key]) for key, x in inputs.items()), "the rule must not change its arguments"
+    assert all(torch.equal(x, copies[key]) for key, x in inputs.items()), "the rule must not change its arguments"
     half = {key: x.float() if key == "state" else x.bfloat16() for key, x in inputs.items()}
     out, state = rule(**half)
     assert out.dtype == torch.bfloat16, "out must have the dtype of v"
@@ -91,11 +91,11 @@ def _check_causality(rule: Rule, inputs: dict[str, Any], others: dict[str, Any])
         name: x if name == "state" else torch.cat([x[:, :, :CUT], others[name][:, :, CUT:]], 2)
         for name, x in inputs.items()
     }
-    out, found = rule(**inputs)[0], rule(**changed)[0]
-    assert torch.equal(out[:, :, :CUT], found[:, :, :CUT]), "a token must not read later tokens"
+    out, changed_out = rule(**inputs)[0], rule(**changed)[0]
+    assert torch.equal(out[:, :, :CUT], changed_out[:, :, :CUT]), "a token must not read later tokens"
     changed = inputs | {"v": torch.cat([inputs["v"][:, :, :CUT], others["v"][:, :, CUT:]], 2)}
-    found = rule(**changed)[0]
-    assert not torch.equal(out[:, :, CUT], found[:, :, CUT]), "a token must read its own write"
+    changed_out = rule(**changed)[0]
+    assert not torch.equal(out[:, :, CUT], changed_out[:, :, CUT]), "a token must read its own write"
 
 
 def _check_splits(rule: Rule, inputs: dict[str, Any]) -> None:
@@ -113,11 +113,11 @@ def _check_splits(rule: Rule, inputs: dict[str, Any]) -> None:
 
 def _check_independence(rule: Rule, inputs: dict[str, Any]) -> None:
     results = rule(**inputs)
-    for axis, what in enumerate(("sequences", "heads")):
+    for axis, parts in enumerate(("sequences", "heads")):
         for index in range(SIZES["BH"[axis]]):
             one = {name: x.narrow(axis, index, 1) for name, x in inputs.items()}
             expected = tuple(x.narrow(axis, index, 1) for x in results)
-            assert_close(rule(**one), expected, msg=f"{what} must be independent of each other")
+            assert_close(rule(**one), expected, msg=f"{parts} must be independent of each other")
     same = "the family must give the same results as the step"
     assert_close(results, rule(**inputs, backend="reference"), msg=same)
 
@@ -129,8 +129,8 @@ def _check_gradients(rule: Rule, inputs: dict[str, Any]) -> None:
         named: dict[str, Any] = dict(zip(leaves, tensors, strict=True))
         return rule(**named)
 
-    found = torch.autograd.grad(function(*leaves.values())[0].square().sum(), list(leaves.values()))
-    for gate, gradient in zip(leaves, found, strict=True):
+    gradients = torch.autograd.grad(function(*leaves.values())[0].square().sum(), list(leaves.values()))
+    for gate, gradient in zip(leaves, gradients, strict=True):
         assert gradient.any(), f"out must depend on {gate}"
     right = torch.autograd.gradcheck(function, tuple(leaves.values()), raise_exception=False)
     assert right, "gradients must equal finite differences"

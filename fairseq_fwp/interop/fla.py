@@ -76,16 +76,16 @@ def _function(compute: Callable[..., Results], name: str, arguments: str) -> Cal
         except TypeError as error:
             raise TypeError(f"{name} must get {', '.join(signature.parameters)}: {error}") from None
         bound.apply_defaults()
-        given = dict(bound.arguments)
+        values = dict(bound.arguments)
         for x in REFUSED:
-            if given.pop(x.name) not in (x.default, None):
+            if values.pop(x.name) not in (x.default, None):
                 raise ValueError(f"{name}: {x.name} must be left out, which this package does not compute")
         try:
-            _check_options(given)
+            _check_options(values)
             for x in HINTS:
-                given.pop(x.name)
-            options = {option: given.pop(option) for option in OF_RUN & given.keys()}
-            return compute(partial(_run, **options), **given)
+                values.pop(x.name)
+            options = {option: values.pop(option) for option in OF_RUN & values.keys()}
+            return compute(partial(_run, **options), **values)
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, (AttributeError, TypeError)) else ValueError
             raise kind(f"{name}: {error}") from error
@@ -96,18 +96,18 @@ def _function(compute: Callable[..., Results], name: str, arguments: str) -> Cal
     return call
 
 
-def _check_options(given: dict[str, Any]) -> None:
+def _check_options(values: dict[str, Any]) -> None:
     """Raise ValueError for an option without those that it needs."""
-    if given.get("allow_neg_eigval") and not given["use_beta_sigmoid_in_kernel"]:
+    if values.get("allow_neg_eigval") and not values["use_beta_sigmoid_in_kernel"]:
         raise ValueError("use_beta_sigmoid_in_kernel must be True with allow_neg_eigval, got False")
-    if not given.get("use_gate_in_kernel"):
+    if not values.get("use_gate_in_kernel"):
         return
-    bound = given.get("lower_bound")
-    if given["g"] is None:
+    bound = values.get("lower_bound")
+    if values["g"] is None:
         raise ValueError("g must be given with use_gate_in_kernel, got None")
-    if given["A_log"] is None and bound is None:
+    if values["A_log"] is None and bound is None:
         raise ValueError("A_log must be given with use_gate_in_kernel and without lower_bound, got None")
-    if given["safe_gate"] and "lower_bound" in given and (bound is None or not -5 <= bound < 0):
+    if values["safe_gate"] and "lower_bound" in values and (bound is None or not -5 <= bound < 0):
         raise ValueError(f"lower_bound must be in [-5, 0) with use_gate_in_kernel and safe_gate, got {bound}")
 
 
@@ -128,16 +128,16 @@ def _run(
     wide = tokens[0].dtype  # of v; narrower queries and keys are welcome
     q, k = (x.to(wide) if x.dtype.itemsize < wide.itemsize else x for x in (q, k))
     q, k = _scaled(q, factor, use_qk_l2norm_in_kernel), _scaled(k, 1, use_qk_l2norm_in_kernel)
-    given = [x.transpose(1, 2) for x in (q, k, *tokens)]
+    tensors = [x.transpose(1, 2) for x in (q, k, *tokens)]
     state = initial_state
     if state is not None:
         state = (state.mT if state_v_first else state).to(state_dtype(q.dtype))
     try:
         if cu_seqlens is None:
-            out, state = rule(*given, state)
+            out, state = rule(*tensors, state)
         else:
             ends = torch.as_tensor(cu_seqlens)
-            out, state = _run_sequences(rule, given, state, ends, output_final_state)
+            out, state = _run_sequences(rule, tensors, state, ends, output_final_state)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         error.args = (f"{error} (shapes are (B, H, T, ...) here)",)
         raise
@@ -154,8 +154,10 @@ def _scaled(x: Tensor, scale: float, normalize: bool) -> Tensor:
     return (wide * ((wide.square().sum(-1, keepdim=True) + EPSILON).rsqrt() * scale)).to(x.dtype)
 
 
-def _run_sequences(rule: Run, given: list[Tensor], state: Tensor | None, places: Tensor, wants_states: bool) -> Results:
-    (batch, _, length), ends = given[0].shape[:3], places.tolist()
+def _run_sequences(
+    rule: Run, tensors: list[Tensor], state: Tensor | None, places: Tensor, wants_states: bool
+) -> Results:
+    (batch, _, length), ends = tensors[0].shape[:3], places.tolist()
     if (
         places.is_floating_point()
         or batch != 1
@@ -170,14 +172,14 @@ def _run_sequences(rule: Run, given: list[Tensor], state: Tensor | None, places:
     if state is not None and state.shape[0] != len(ends) - 1:
         raise ValueError(f"initial_state must be one for each of {len(ends) - 1} sequences, got {state.shape[0]}")
     if state is None and not wants_states:  # one call for all
-        first = torch.zeros(1, length, dtype=torch.bool, device=given[0].device)
+        first = torch.zeros(1, length, dtype=torch.bool, device=tensors[0].device)
         first[0, [end for end in ends if end < length]] = True
-        return rule(*given, first=first)
-    found = [
-        rule(*(x[:, :, start:end] for x in given), None if state is None else state[n : n + 1])
+        return rule(*tensors, first=first)
+    results = [
+        rule(*(x[:, :, start:end] for x in tensors), None if state is None else state[n : n + 1])
         for n, (start, end) in enumerate(pairwise(ends))
     ]
-    outs, states = zip(*found, strict=True)
+    outs, states = zip(*results, strict=True)
     return torch.cat(outs, 2), torch.cat(states)
 
 
@@ -192,8 +194,8 @@ def _decay(g: Tensor, q: Tensor) -> Tensor:
 
 def _linear_attn(run: Run, q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Results:
     """Linear attention. With `normalize`, a state is a pair: the memory, and the sum of the keys (N, 1, H, K)."""
-    given = run.keywords["initial_state"]  # type: ignore[attr-defined]
-    memory, total = given if isinstance(given, tuple) else (given, None)
+    initial_state = run.keywords["initial_state"]  # type: ignore[attr-defined]
+    memory, total = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
     out, memory = run(ops.sum_rule, q, k, v, initial_state=memory)
     if not normalize:
         return out, memory

@@ -95,37 +95,37 @@ def _ours(theirs: Function) -> Function:
     ours = FUNCTIONS.get(theirs.__name__)
     if ours is None:
         return theirs
-    signature, known = inspect.signature(theirs), inspect.signature(ours).parameters.keys()
+    signature, our_names = inspect.signature(theirs), inspect.signature(ours).parameters.keys()
 
     @functools.wraps(theirs)
     def call(*args: Any, **named: Any) -> Any:
         bound = signature.bind(*args, **named).arguments
-        given = {THEIR_NAMES.get(name, name): x for name, x in bound.items() if name != "kwargs"}
-        given |= bound.get("kwargs", {})
-        x = given["x"] if "x" in given else given["q"]
-        if not _users or x.device.type != "cpu" or given.get("activation") not in (None, "silu", "swish"):
+        arguments = {THEIR_NAMES.get(name, name): x for name, x in bound.items() if name != "kwargs"}
+        arguments |= bound.get("kwargs", {})
+        x = arguments["x"] if "x" in arguments else arguments["q"]
+        if not _users or x.device.type != "cpu" or arguments.get("activation") not in (None, "silu", "swish"):
             return theirs(*args, **named)
-        _keep_apart(given, known, x)
-        return ours(**{name: x for name, x in given.items() if name in known})
+        _keep_apart(arguments, our_names, x)
+        return ours(**{name: x for name, x in arguments.items() if name in our_names})
 
     return call
 
 
-def _keep_apart(given: dict[str, Any], known: Collection[str], x: Tensor) -> None:
+def _keep_apart(arguments: dict[str, Any], our_names: Collection[str], x: Tensor) -> None:
     """Set the argument of our function that names the sequences of a packed batch."""
-    ends, numbers = given.get("cu_seqlens"), given.get("seq_idx")
-    ends = given.get("cu_seq_lens_q") if ends is None else ends
+    ends, numbers = arguments.get("cu_seqlens"), arguments.get("seq_idx")
+    ends = arguments.get("cu_seq_lens_q") if ends is None else ends
     if ends is None:
-        if numbers is not None and "seq_idx" not in known:
+        if numbers is not None and "seq_idx" not in our_names:
             raise ValueError("cu_seq_lens_q must be given with seq_idx, got seq_idx only")
     elif x.shape[0] != 1:
         raise ValueError(f"packed sequences must be in one row, with cu_seq_lens_q, got {x.shape[0]} rows")
-    elif "seq_idx" in known:
+    elif "seq_idx" in our_names:
         if numbers is None:
             # A cache puts columns before the first sequence.
             places = torch.arange(x.shape[-1], device=x.device) - (x.shape[-1] - ends[-1])
-            given["seq_idx"] = torch.searchsorted(ends[1:], places.to(ends.dtype), right=True).unsqueeze(0)
-    elif "cu_seqlens" in known:
-        if len(ends) > 2 and given.get("output_final_state"):
+            arguments["seq_idx"] = torch.searchsorted(ends[1:], places.to(ends.dtype), right=True).unsqueeze(0)
+    elif "cu_seqlens" in our_names:
+        if len(ends) > 2 and arguments.get("output_final_state"):
             raise ValueError("packed sequences must be computed without a cache: use_cache=False, got a cache")
-        given["cu_seqlens"] = ends
+        arguments["cu_seqlens"] = ends
