@@ -133,13 +133,13 @@ def evaluate(
     try:
         with faster_linear():
             word = model.decoder.dictionary.__getitem__
-            found = score(dynamic or scorer, bar, text.tokens, word, getattr(bar, "log", lambda numbers: None))
+            log_probs = score(dynamic or scorer, bar, text.tokens, word, getattr(bar, "log", lambda numbers: None))
     finally:
         if dynamic is not None:
             dynamic.restore()
     decoder = streaming(model)
-    kept = None if decoder is None else decoder.state_size(protocol.window, protocol.carry_state)
-    return Scores(found, protocol, kept, time.perf_counter() - started)
+    state_size = None if decoder is None else decoder.state_size(protocol.window, protocol.carry_state)
+    return Scores(log_probs, protocol, state_size, time.perf_counter() - started)
 
 
 def gather_statistics(model: Model, train: Text, protocol: Protocol) -> Protocol:
@@ -148,7 +148,7 @@ def gather_statistics(model: Model, train: Text, protocol: Protocol) -> Protocol
     if rule is None or not rule.needs_statistics or rule.statistics is not None:
         return protocol
     started, scorer = time.perf_counter(), protocol.scorer(model, train)
-    found = measure(scorer, protocol.plan(train)[: rule.windows], rule.kind)
+    statistics = measure(scorer, protocol.plan(train)[: rule.windows], rule.kind)
     seconds = time.perf_counter() - started
-    logger.info("gathered statistics of %s windows of train in %.1fs", f"{found.windows:,}", seconds)
-    return replace(protocol, dynamic=replace(rule, statistics=found))
+    logger.info("gathered statistics of %s windows of train in %.1fs", f"{statistics.windows:,}", seconds)
+    return replace(protocol, dynamic=replace(rule, statistics=statistics))

@@ -64,8 +64,8 @@ def document_windows(text: Text, size: int, context: int) -> Iterator[Window]:
             yield Window(*(start + place for place in window))
 
 
-def batches(found: Iterable[Window], size: int) -> Iterator[list[Window]]:
+def batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:
     """Yield up to `size` consecutive windows that read and score the same numbers of tokens."""
-    for _, alike in groupby(found, lambda window: (window.end - window.start, window.end - window.first)):
+    for _, alike in groupby(windows, lambda window: (window.end - window.start, window.end - window.first)):
         while batch := list(islice(alike, size)):
             yield batch

@@ -34,8 +34,8 @@ def refuse_damaged_data(make, path, *args, dictionary=None, **kwargs):
     except (AssertionError, KeyError, MemoryError, OverflowError, ValueError, struct.error) as error:
         if not os.path.exists(index):  # a text that is not binarised
             raise
-        found = f"a damaged or different file: {PREPROCESS}"
-        raise ValueError(f"{index} must be a complete index of a text, got {found}") from error
+        got = f"a damaged or different file: {PREPROCESS}"
+        raise ValueError(f"{index} must be a complete index of a text, got {got}") from error
     if isinstance(dataset, indexed_dataset.IndexedDataset):
         count, places, dtype = dataset._len, dataset.data_offsets, np.dtype(dataset.dtype)
         _check_index(index, 48 + 8 * (2 * count + 2 + dataset.s), dtype, dataset.sizes, places, 1)
@@ -53,8 +53,8 @@ def refuse_damaged_data(make, path, *args, dictionary=None, **kwargs):
 
 def _check_index(path: str, size: int, dtype: Any, lengths: Any, places: Any, unit: int) -> None:
     """Raise ValueError for an index that cannot be true: its size, lengths, or places in multiples of a unit."""
-    if (found := os.path.getsize(path)) != size:
-        raise _false(path, f"{found:,} bytes where its sentences need {size:,}")
+    if (got := os.path.getsize(path)) != size:
+        raise _false(path, f"{got:,} bytes where its sentences need {size:,}")
     if dtype.kind not in "iu":
         raise _false(path, f"words of the type {dtype}")
     if lengths.min(initial=0) < 0:
@@ -63,16 +63,16 @@ def _check_index(path: str, size: int, dtype: Any, lengths: Any, places: Any, un
         raise _false(path, "a place that is not the sum of the lengths before it")
 
 
-def _false(path: str, found: str) -> ValueError:
-    return ValueError(f"{path} must have the true length and place of each sentence, got {found}: {PREPROCESS}")
+def _false(path: str, got: str) -> ValueError:
+    return ValueError(f"{path} must have the true length and place of each sentence, got {got}: {PREPROCESS}")
 
 
 def _check_text(path: str, dtype: Any, lengths: Any, dictionary: Any, first: int = 0) -> None:
     """Raise ValueError for another size, for words outside the dictionary, which begins at `first`, and for padding."""
     size, expected = os.path.getsize(path), int(lengths.sum(dtype=np.int64)) * dtype.itemsize
     if size != expected:
-        found = f"{size:,}: it is truncated, or belongs to another index; {PREPROCESS}"
-        raise ValueError(f"{path} must have the {expected:,} bytes that its index counts, got {found}")
+        got = f"{size:,}: it is truncated, or belongs to another index; {PREPROCESS}"
+        raise ValueError(f"{path} must have the {expected:,} bytes that its index counts, got {got}")
     words = np.memmap(path, dtype, mode="r")
     low, high = int(words.min()) - first, int(words.max()) - first
     if low < 0 or (dictionary is not None and high >= len(dictionary)):

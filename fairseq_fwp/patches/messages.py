@@ -34,8 +34,8 @@ def silence_known_warnings() -> None:
 @patch("fairseq.trainer._catalog_shared_params")
 def name_shared_weights(find_shared, module, *args):
     """Leave out biases that layers do not have: fairseq's trainer logs each of them as one shared parameter."""
-    found = find_shared(module, *args)
-    return found and [names for names in found if attrgetter(names[0])(module) is not None]
+    shared = find_shared(module, *args)
+    return shared and [names for names in shared if attrgetter(names[0])(module) is not None]
 
 
 @patch("fairseq.distributed.utils.call_main")
@@ -52,8 +52,8 @@ def _stop(handler: Any, record: logging.LogRecord) -> None:
         return
     if not isinstance(handler, logging.FileHandler):
         os.dup2(os.open(os.devnull, os.O_WRONLY), handler.stream.fileno())  # or Python tries once more at its end
-    asked = "free some space, or keep its reader open, and run the same command to resume"
-    raise OSError(f"the log cannot be written to {handler.stream.name} ({error.strerror}): {asked}") from None
+    remedy = "free some space, or keep its reader open, and run the same command to resume"
+    raise OSError(f"the log cannot be written to {handler.stream.name} ({error.strerror}): {remedy}") from None
 
 
 @patch("logging.root.level")

@@ -24,9 +24,9 @@ def keep_last_batch(batch_by_size, indices, *args, **kwargs):
     indices = np.fromiter(indices, dtype=np.int64) if not isinstance(indices, np.ndarray) else indices
     batches = batch_by_size(indices, *args, **kwargs) if len(indices) else []
     # Fixed shapes divide the data in another way; otherwise batches are consecutive and only the last can be missing.
-    kept = sum(len(batch) for batch in batches)
-    if kept < len(indices) and kwargs.get("fixed_shapes") is None:
-        batches = [*batches, indices[kept:]]
+    count = sum(len(batch) for batch in batches)
+    if count < len(indices) and kwargs.get("fixed_shapes") is None:
+        batches = [*batches, indices[count:]]
     return batches
 
 
@@ -34,8 +34,8 @@ def keep_last_batch(batch_by_size, indices, *args, **kwargs):
 def keep_batches_of_first_epoch(get_batch_iterator, self, dataset, *args, seed=1, epoch=1, **kwargs):
     """Make the batches of the first epoch in a resumed run: fairseq makes others, and reads some samples twice."""
     rebuild = any(map(kwargs.get, ("disable_iterator_cache", "update_epoch_batch_itr")))
-    kept = self.can_reuse_epoch_itr(dataset) and not rebuild and not getattr(self.cfg, "rebuild_batches", False)
-    if epoch == 1 or not kept or dataset in self.dataset_to_epoch_iter:
+    reusable = self.can_reuse_epoch_itr(dataset) and not rebuild and not getattr(self.cfg, "rebuild_batches", False)
+    if epoch == 1 or not reusable or dataset in self.dataset_to_epoch_iter:
         return get_batch_iterator(self, dataset, *args, seed=seed, epoch=epoch, **kwargs)
     # The sum of both seeds makes the batches; the iterator's own seed and epoch shuffle them.
     iterator = get_batch_iterator(self, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **kwargs)
@@ -66,8 +66,8 @@ def division(iterator: Any) -> str:
     """Return what an iterator calls its division, or the numbers of batches and processes, and a digest of batches."""
     from fairseq.data.iterators import GroupedEpochBatchIterator
 
-    if known := getattr(iterator, "division", ""):
-        return known
+    if own_division := getattr(iterator, "division", ""):
+        return own_division
     batches = iterator.frozen_batches
     if isinstance(iterator, GroupedEpochBatchIterator):  # of several data sets
         batches = [*chain.from_iterable(batches)]
@@ -123,8 +123,8 @@ def refuse_unscored_tokens(eval_lm_dataloader, self, dataset, *args, max_positio
             f"--model-overrides \"{{'max_target_positions': {longest}}}\""
         )
     kwargs |= {"max_positions": max_positions, "context_window": context_window}
-    found = eval_lm_dataloader(self, dataset, *args, **kwargs)
-    return CountingIterator(({**sample, EVERY_TOKEN: True} for sample in found), start=0, total=len(found))
+    iterator = eval_lm_dataloader(self, dataset, *args, **kwargs)
+    return CountingIterator(({**sample, EVERY_TOKEN: True} for sample in iterator), start=0, total=len(iterator))
 
 
 @patch("fairseq.sequence_scorer.SequenceScorer.generate")
@@ -152,14 +152,14 @@ def separate_prompts(inference_step, self, generator, models, sample, prefix_tok
     tokens, lengths = (sample["net_input"][name] for name in ("src_tokens", "src_lengths"))
     limited = getattr(generator, "max_len_a", 0) or getattr(generator, "match_source_len", False)
     if limited and len(lengths.unique()) > 1:
-        found: dict[int, Any] = {}
+        results_by_row: dict[int, Any] = {}
         for length in lengths.unique().tolist():
             rows = lengths.eq(length).nonzero().flatten()
             part = {"net_input": {"src_tokens": tokens[rows, :length], "src_lengths": lengths[rows]}}
             prefixes = None if prefix_tokens is None else prefix_tokens[rows]
             results = separate_prompts(inference_step, self, generator, models, part, prefixes, constraints)
-            found.update(zip(rows.tolist(), results, strict=True))
-        return [found[row] for row in range(len(tokens))]
+            results_by_row.update(zip(rows.tolist(), results, strict=True))
+        return [results_by_row[row] for row in range(len(tokens))]
     dictionary = self.source_dictionary
     start = tokens[:, :1].eq(dictionary.bos() if getattr(self.args, "add_bos_token", False) else dictionary.eos())
     if prefix_tokens is None and start.any():

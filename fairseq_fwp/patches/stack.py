@@ -62,7 +62,7 @@ def _is_imported(folder: str) -> bool:
     places = (os.path.join(base, folder) for base in ("", fairseq.__path__[0], os.path.dirname(fairseq.__path__[0])))
     path = next(filter(os.path.exists, places), None)
     module = sys.modules.get(os.path.basename(os.path.abspath(folder)))
-    return path is not None and any(os.path.samefile(path, known) for known in getattr(module, "__path__", ()))
+    return path is not None and any(os.path.samefile(path, imported) for imported in getattr(module, "__path__", ()))
 
 
 @patch("fairseq.distributed.utils.call_main")

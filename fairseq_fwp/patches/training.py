@@ -69,11 +69,11 @@ def has_bfloat16_products(described: Path = Path("/proc/cpuinfo")) -> bool:
 @patch("fairseq.models.ema.ema.EMA._step_internal")
 def average_each_tensor_once(step, self, new_model, updates=None):
     """Average each tensor once: fairseq's --store-ema averages tied weights twice, and fails for whole numbers."""
-    known, found, averaged = self.fp32_params if self.config.ema_fp32 else self.model.state_dict(), {}, set()
+    averages, restored, averaged = self.fp32_params if self.config.ema_fp32 else self.model.state_dict(), {}, set()
     for name, x in new_model.state_dict().items():
         if not isinstance(x, Tensor) or "version" in name:
             continue
-        mean = found[name] = known[name] if name in known else known.setdefault(name, x.clone())
+        mean = restored[name] = averages[name] if name in averages else averages.setdefault(name, x.clone())
         place = mean.data_ptr(), mean.shape, mean.stride()
         if place in averaged:
             continue
@@ -83,7 +83,7 @@ def average_each_tensor_once(step, self, new_model, updates=None):
             mean.copy_(x)
         else:
             mean.mul_(self.decay).add_(x.to(mean.dtype), alpha=1 - self.decay)
-    self.restore(found)
+    self.restore(restored)
 
 
 @patch("fairseq.trainer.Trainer.load_checkpoint")
@@ -146,8 +146,8 @@ def load_precise_weights(load_state_dict, self, saved, *args, **kwargs):
 
 def _float32(optimizer: Any) -> list[Tensor]:
     """Return the float32 weights of an optimizer for half precision: of each parameter, or flat ones by device."""
-    found = optimizer.fp32_params
-    return list(found.values() if isinstance(found, dict) else found)
+    weights = optimizer.fp32_params
+    return list(weights.values() if isinstance(weights, dict) else weights)
 
 
 @patch("fairseq.optim.amp_optimizer.AMPOptimizer.state_dict")
@@ -157,10 +157,10 @@ def save_overflows(state_dict, self):
     """Save when --fp16 and --amp change the scale of the loss next: fairseq does not, and resumes with other scales."""
     scaler = self.scaler
     if hasattr(scaler, "state_dict"):  # PyTorch's, of --amp
-        found = scaler.state_dict()
+        overflows = scaler.state_dict()
     else:  # fairseq's, whose settings are flags; none with --bf16
-        found = {name: value for name, value in vars(scaler or object).items() if name in OVERFLOWS}
-    return {**state_dict(self), "overflows": found}
+        overflows = {name: value for name, value in vars(scaler or object).items() if name in OVERFLOWS}
+    return {**state_dict(self), "overflows": overflows}
 
 
 @patch("fairseq.optim.amp_optimizer.AMPOptimizer.load_state_dict")
@@ -169,11 +169,11 @@ def save_overflows(state_dict, self):
 def load_overflows(load_state_dict, self, saved, *args, **kwargs):
     """Load when --fp16 and --amp change the scale of the loss next: fairseq does not, and resumes with other scales."""
     load_state_dict(self, saved, *args, **kwargs)
-    found, scaler = saved.get("overflows"), self.scaler
-    if found and hasattr(scaler, "load_state_dict"):
-        scaler.load_state_dict(found)
-    elif found and scaler is not None:
-        vars(scaler).update(found)
+    overflows, scaler = saved.get("overflows"), self.scaler
+    if overflows and hasattr(scaler, "load_state_dict"):
+        scaler.load_state_dict(overflows)
+    elif overflows and scaler is not None:
+        vars(scaler).update(overflows)
 
 
 @patch("fairseq.checkpoint_utils.save_checkpoint")

@@ -76,9 +76,9 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         check(length >= 1, f"--tokens-per-sample must be at least 1, got {length}")
         check(args.carry_state or not separator, "--carry-state must be on with --reset-state-after, got off")
         if separator and dictionary and separator != BLANK_LINE:
-            what = f"a symbol of {os.path.join(args.data, 'dict.txt')}, {dictionary.eos_word} (the end of a line)"
-            known = separator in dictionary
-            check(known, f"--reset-state-after must be {what} or {BLANK_LINE}, got {separator!r}")
+            symbols = f"symbol of {os.path.join(args.data, 'dict.txt')}, {dictionary.eos_word} (the end of a line)"
+            is_symbol = separator in dictionary
+            check(is_symbol, f"--reset-state-after must be a {symbols} or {BLANK_LINE}, got {separator!r}")
         return cls(args, dictionary)
 
     def build_model(self, args: FairseqDataclass, from_checkpoint: bool = False) -> FairseqLanguageModel:
@@ -179,12 +179,12 @@ class FwpLanguageModelingTask(LanguageModelingTask):
     def _batch_size(self, max_tokens: int | None, max_sentences: int | None) -> int:
         """Return the number of streams in a process."""
         length = self.args.tokens_per_sample
-        limits = [max_sentences, None if max_tokens is None else max_tokens // length]
-        given = [limit for limit in limits if limit is not None]
-        check(given, "--batch-size must be the number of streams that a process reads in parallel, got none")
-        what = f"--batch-size and --max-tokens must allow one stream of {length} tokens (--tokens-per-sample)"
-        check(min(given) >= 1, f"{what}, got {max_sentences} and {max_tokens}")
-        return min(given)
+        limit_of_tokens = None if max_tokens is None else max_tokens // length
+        limits = [limit for limit in (max_sentences, limit_of_tokens) if limit is not None]
+        check(limits, "--batch-size must be the number of streams that a process reads in parallel, got none")
+        requirement = f"--batch-size and --max-tokens must allow one stream of {length} tokens (--tokens-per-sample)"
+        check(min(limits) >= 1, f"{requirement}, got {max_sentences} and {max_tokens}")
+        return min(limits)
 
     def eval_lm_dataloader(
         self, dataset: FairseqDataset, *args: object, context_window: int = 0, **kwargs: object
