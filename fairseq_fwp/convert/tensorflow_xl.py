@@ -119,11 +119,11 @@ def read_variable(file: np.lib.npyio.NpzFile, name: str) -> Tensor:
 
 def notes(flags: Settings) -> list[str]:
     """Return the differences from the TensorFlow code, for comparisons of losses: docs/checkpoints.md."""
-    found = [
+    remarks = [
         "the TensorFlow code begins a text with a memory of zeros, which tokens attend to: first losses differ",
         "layer normalisation adds 1e-12 to the variance there, and 1e-5 here: losses differ by about 1e-5",
     ]
     if flags["same_length"]:
         length = flags["mem_len"]
-        found.append(f"--mem-len is {length} for --mem_len {length - 1}, which does not count the token itself there")
-    return found
+        remarks.append(f"--mem-len is {length} for --mem_len {length - 1}, which does not count the token itself there")
+    return remarks

@@ -78,10 +78,10 @@ def read_moments(model: FairseqLanguageModel, tokens: Tensor, count: int, carry:
     features, gradients = [], []
     for segment in streams[:, :read].split(length, 1):
         with torch.no_grad():
-            found, state = decoder.extract_inputs(segment, state if carry else None)
-        features.append(found)
+            inputs, state = decoder.extract_inputs(segment, state if carry else None)
+        features.append(inputs)
         with torch.enable_grad():
-            x = found[:, :-1].detach().requires_grad_()
+            x = inputs[:, :-1].detach().requires_grad_()
             y = norm(x)
             of_y = decoder.adaptive_softmax.loss_gradient(y.detach(), segment[:, 1:])
             gradients.append(torch.autograd.grad(y, x, of_y)[0].flatten(0, 1))

@@ -87,8 +87,8 @@ class FastWeightLayer(nn.Module):
             not global_step_size or step_size is None,
             f"`global_step_size` must be off with `step_size`, got {step_size}: a fixed step size is not learned",
         )
-        known = ", ".join(GRADIENTS_AT)
-        check(gradients_at in GRADIENTS_AT, f"`gradients_at` must be one of {known}, got {gradients_at!r}")
+        choices = ", ".join(GRADIENTS_AT)
+        check(gradients_at in GRADIENTS_AT, f"`gradients_at` must be one of {choices}, got {gradients_at!r}")
         self.inputs = nn.Linear(embed_dim, embed_dim) if map_inputs else None
         self.first = nn.Linear(embed_dim, hidden_dim)
         self.second = nn.Linear(hidden_dim, embed_dim)
@@ -201,7 +201,7 @@ class FastWeightLayer(nn.Module):
         """Return the gradients of the losses by the fast parts; zero where no target is known."""
         if not self.fast:
             return {}
-        x, hidden, targets, known = losses
+        x, hidden, targets, has_target = losses
         second_order = torch.is_grad_enabled()
         moves = self.gradients_at == "carried" and len(update) > 0
         fast = Update(self.step_sizes(), update, {}) if moves else Update({}, {}, {})
@@ -211,20 +211,20 @@ class FastWeightLayer(nn.Module):
                 hidden = hidden.detach().requires_grad_()
             squares, outputs, normal, y = self._apply_above(hidden, fast)
             if second_order:
-                loss = -softmax.target_log_prob(y, targets).where(known, 0).sum() / self.divisor
+                loss = -softmax.target_log_prob(y, targets).where(has_target, 0).sum() / self.divisor
                 (of_y,) = torch.autograd.grad(loss, y, create_graph=True)
             else:
-                of_y = softmax.loss_gradient(y.detach(), targets) * known.unsqueeze(-1) / self.divisor
+                of_y = softmax.loss_gradient(y.detach(), targets) * has_target.unsqueeze(-1) / self.divisor
             outs = {"first": hidden, "second": outputs}
             outs = {layer: out for layer, out in outs.items() if f"{layer}.weight" in self.fast}
             errors = torch.autograd.grad(y, list(outs.values()), of_y, create_graph=second_order) if outs else ()
         if not second_order:
             squares, normal = squares.detach(), normal.detach()
         inputs = {"first": x, "second": squares}
-        found = {layer: Gradients(inputs[layer], error) for layer, error in zip(outs, errors, strict=True)}
+        gradients = {layer: Gradients(inputs[layer], error) for layer, error in zip(outs, errors, strict=True)}
         of_y, of_bias = of_y.split([normal.shape[-1], self.bias_entries], -1)
         of_vectors = {"norm.weight": normal * of_y, "norm.bias": of_y, "softmax.bias": of_bias}
-        return found | {name: Gradients(None, error) for name, error in of_vectors.items() if name in self.fast}
+        return gradients | {name: Gradients(None, error) for name, error in of_vectors.items() if name in self.fast}
 
     def _apply_above(self, hidden: Tensor, fast: Update) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the squares of hidden units (B, L, F), the outputs of W, the normalised outputs, and y."""

@@ -226,10 +226,10 @@ class AdaptiveSoftmax(nn.Module):
                 own = head_target[rows] - self.bounds[index + 1]
                 tails.append((rows, _loss_gradient(partial(self._words, index + 1), flat[rows], own)))
                 head_target[rows] = self.bounds[1] + index
-        found = _loss_gradient(self._head, flat, head_target)
+        gradient = _loss_gradient(self._head, flat, head_target)
         for rows, more in tails:
-            found.index_add_(0, rows, more)
-        return found.view_as(features)
+            gradient.index_add_(0, rows, more)
+        return gradient.view_as(features)
 
     def _head(self, flat: Tensor) -> Tensor:
         words = self._words(0, flat)
@@ -286,12 +286,12 @@ class AdaptiveSoftmax(nn.Module):
 
 def _loss_gradient(logits_of: Callable[[Tensor], Tensor], flat: Tensor, target: Tensor) -> Tensor:
     """Return the gradient (N, D) of -log softmax(logits_of(flat))[target] by flat (N, D)."""
-    found = []
+    gradients = []
     for x, wanted in zip(flat.split(BLOCK), target.split(BLOCK), strict=True):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             logits = logits_of(x)
         errors = logits.detach().softmax(-1)
         errors[torch.arange(len(x), device=x.device), wanted] -= 1
-        found += torch.autograd.grad(logits, x, errors)
-    return torch.cat(found) if found else torch.zeros_like(flat)
+        gradients += torch.autograd.grad(logits, x, errors)
+    return torch.cat(gradients) if gradients else torch.zeros_like(flat)

@@ -203,11 +203,11 @@ class Favor(FeatureMap):
         if projection is None:
             self._draw()
             return
-        given, own = tuple(projection.shape), tuple(self.projection.shape)
+        shape, own = tuple(projection.shape), tuple(self.projection.shape)
         check(
-            given == own,
-            f"{prefix}projection must be {own}, got {given}, because the checkpoint has {given[0]} random vectors of "
-            f"size {given[-1]}: build the map with this `features` and key dimension",
+            shape == own,
+            f"{prefix}projection must be {own}, got {shape}, because the checkpoint has {shape[0]} random vectors of "
+            f"size {shape[-1]}: build the map with this `features` and key dimension",
         )
         self.projection = projection.to(self.projection)
 

@@ -25,10 +25,10 @@ class LearnedPositions(nn.Module):
         # A compiled graph takes one path for all inputs: it has only the error of the lookup.
         if not torch.compiler.is_compiling() and positions.numel():
             count, needed = self.table.num_embeddings, int(positions.max()) + 1
-            what = f"the text must have at most {count} tokens, the positions that the model has learned"
-            check(needed <= count, f"{what}, got {needed}")
-        found: Tensor = self.table(positions)
-        return found
+            requirement = f"the text must have at most {count} tokens, the positions that the model has learned"
+            check(needed <= count, f"{requirement}, got {needed}")
+        vectors: Tensor = self.table(positions)
+        return vectors
 
 
 class SinusoidalPositions(nn.Module):
@@ -67,11 +67,11 @@ class CountedPositions(nn.Module):
         """Return (B, L, embed_dim) in the model's dtype; in decoding (B, 1, embed_dim), of the last token."""
         token = tokens.ne(self.padding_idx)
         if incremental_state is not None:
-            found = self.sinusoids(token.sum(1, keepdim=True) - 1)
+            vectors = self.sinusoids(token.sum(1, keepdim=True) - 1)
         else:
             table = self.sinusoids(torch.arange(tokens.shape[1], device=tokens.device))
-            found = F.embedding((token.cumsum(1) - 1).clamp(min=0), table)
-        return found.to(self.dtype_of_model)
+            vectors = F.embedding((token.cumsum(1) - 1).clamp(min=0), table)
+        return vectors.to(self.dtype_of_model)
 
 
 class VaswaniPositions(nn.Module):
