@@ -136,8 +136,8 @@ class DistillationCriterion(FairseqCriterion):
         with torch.no_grad():
             theirs, _ = scores(teacher, of_its_teacher, teacher(**sample["net_input"]))
         if len(ours) != len(theirs):
-            found = f"{len(ours)}: give the teacher's --adaptive-softmax-cutoff"
-            raise ValueError(f"the model must have the teacher's {len(theirs)} clusters of words, got {found}")
+            got = f"{len(ours)}: give the teacher's --adaptive-softmax-cutoff"
+            raise ValueError(f"the model must have the teacher's {len(theirs)} clusters of words, got {got}")
         for student, from_teacher, in_part in zip(ours, theirs, targets, strict=True):
             if student is None or from_teacher is None or in_part is None:
                 continue

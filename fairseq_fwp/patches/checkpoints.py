@@ -49,13 +49,13 @@ def explain_other_files(load, path, *args, **kwargs):
             code = f"pickled objects ({untrusted[1] or 'of unknown types'}), which could run any code"
             raise RuntimeError(f"{path} holds {code}: if you trust its source, set {TRUST}=1") from error
         size = os.path.getsize(path) if os.path.exists(path) else 0
-        found = f"a truncated or different file of {size:,} bytes: {REMEDY}"
-        raise RuntimeError(f"{path} must be a complete checkpoint, got {found}") from error
+        got = f"a truncated or different file of {size:,} bytes: {REMEDY}"
+        raise RuntimeError(f"{path} must be a complete checkpoint, got {got}") from error
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        found = None
+        checkpoint = None
         with contextlib.suppress(Exception):  # a damaged pickle may raise anything
-            found = torch.load(path, map_location="cpu")
-        if not isinstance(found, dict) or "model" not in found:
+            checkpoint = torch.load(path, map_location="cpu")
+        if not isinstance(checkpoint, dict) or "model" not in checkpoint:
             other = "another file: give one that fairseq-train wrote, or convert it with fwp-convert"
             raise RuntimeError(f"{path} must be a checkpoint of fairseq, got {other}") from error
         if isinstance(error, KeyError):
@@ -124,9 +124,9 @@ def save_fingerprints(state_dict, self):
 @patch("fairseq.tasks.FairseqTask.load_state_dict")
 def refuse_in_evaluation(load, self, state_dict):
     """Refuse to evaluate with another dictionary of the same size: fairseq notices only another size."""
-    rest = dict(state_dict)
-    saved = take_fingerprints(rest)
-    load(self, rest)  # it may hold the task's dictionaries
+    state = dict(state_dict)
+    saved = take_fingerprints(state)
+    load(self, state)  # it may hold the task's dictionaries
     if sentence := difference(self, saved):
         raise ValueError(sentence)
 
@@ -165,16 +165,18 @@ def fingerprints(task: Any) -> dict[str, str]:
     """Return the size of each dictionary of a task, of a multilingual one by language, and a digest of its words."""
     from fairseq.data import Dictionary
 
-    known = {f"dictionary of {language}": found for language, found in (getattr(task, "dicts", None) or {}).items()}
-    for name in () if known else ("source_dictionary", "target_dictionary"):
+    dictionaries = {
+        f"dictionary of {language}": found for language, found in (getattr(task, "dicts", None) or {}).items()
+    }
+    for name in () if dictionaries else ("source_dictionary", "target_dictionary"):
         with contextlib.suppress(AttributeError, NotImplementedError):
-            known[name] = getattr(task, name)
-    found = {}
-    for name, dictionary in known.items():
+            dictionaries[name] = getattr(task, name)
+    digests = {}
+    for name, dictionary in dictionaries.items():
         if isinstance(dictionary, Dictionary):
             digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
-            found[name] = f"{len(dictionary):,} words, {digest[:12]}"
-    return found
+            digests[name] = f"{len(dictionary):,} words, {digest[:12]}"
+    return digests
 
 
 def take_fingerprints(state: dict[str, Any]) -> dict[str, str]:
