@@ -140,35 +140,35 @@ def complete(config: Settings) -> Settings:
     for name, (value, reason) in expected.items():
         if config.get(name, value) != value:
             raise ValueError(f"{CONFIG} has {name} = {config[name]!r}, which cannot be converted: {reason}")
-    found, softmax = {**DEFAULTS, **MODELS[kind][2], **config}, given_softmax(config.get("attn"))
-    check_kinds({**found, **{f"attn.{name}": value for name, value in softmax.items()}})
-    size = found["hidden_size"]
+    settings, softmax = {**DEFAULTS, **MODELS[kind][2], **config}, given_softmax(config.get("attn"))
+    check_kinds({**settings, **{f"attn.{name}": value for name, value in softmax.items()}})
+    size = settings["hidden_size"]
     if kind == "rwkv7":
-        dims = found.get("value_dim")
-        if config.get("head_dim") or not found["num_heads"]:
-            check_divides("head_dim", found["head_dim"], size)
-            found["num_heads"] = size // found["head_dim"]
+        dims = settings.get("value_dim")
+        if config.get("head_dim") or not settings["num_heads"]:
+            check_divides("head_dim", settings["head_dim"], size)
+            settings["num_heads"] = size // settings["head_dim"]
         if dims is not None and any(dim != size for dim in (dims if isinstance(dims, list) else [dims])):
             raise ValueError(f"{CONFIG} has value_dim = {dims!r}, which cannot be converted: it must be {size}")
     if softmax:
         check_divides("attn.num_heads", softmax["num_heads"], size)
         defaults = {"num_kv_heads": softmax["num_heads"], "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
-        found["attn"] = {**defaults, **softmax, "layers": sorted(softmax["layers"])}
-    if found.get("num_heads") is None:
+        settings["attn"] = {**defaults, **softmax, "layers": sorted(softmax["layers"])}
+    if settings.get("num_heads") is None:
         raise ValueError(f"{CONFIG} must be the configuration of a {NAME}, got one without num_heads")
-    return found
+    return settings
 
 
 def given_softmax(attn: Any) -> Settings:
     """Return the settings under "attn" that are not null. Raises ValueError for other settings than ours."""
-    given = {name: value for name, value in attn.items() if value is not None} if isinstance(attn, dict) else {}
-    needed, known = {"layers", "num_heads"}, {"layers", *SOFTMAX}
-    if attn is not None and not needed <= given.keys() <= known:
+    settings = {name: value for name, value in attn.items() if value is not None} if isinstance(attn, dict) else {}
+    needed, allowed = {"layers", "num_heads"}, {"layers", *SOFTMAX}
+    if attn is not None and not needed <= settings.keys() <= allowed:
         others = ", ".join(name for name in SOFTMAX if name not in needed)
-        got = ", ".join(sorted(given.keys() - known)) or repr(attn)
+        got = ", ".join(sorted(settings.keys() - allowed)) or repr(attn)
         needs = f"layers and num_heads, and nothing else but {others}"
         raise ValueError(f"attn in {CONFIG} must have {needs}, got {got}")
-    return given
+    return settings
 
 
 def check_kinds(settings: Settings) -> None:
@@ -338,17 +338,17 @@ def names_of_layer(config: Settings) -> dict[str, dict[str, int]]:
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     config = complete(options)
-    rest, vocabulary, value_heads = Tensors(tensors), arrange(words), sizes_of(config).value_heads
+    unread, vocabulary, value_heads = Tensors(tensors), arrange(words), sizes_of(config).value_heads
     if config["model_type"] == "rwkv7":
-        for name in [name for name in rest if name.endswith(".attn.x_x")]:
-            mixtures = take_rows(rest, name, len(MIXTURES)).unflatten(0, (-1, 1, 1))
-            rest |= {f"{name[:-1]}{letter}": part for letter, part in zip(MIXTURES, mixtures, strict=True)}
+        for name in [name for name in unread if name.endswith(".attn.x_x")]:
+            mixtures = take_rows(unread, name, len(MIXTURES)).unflatten(0, (-1, 1, 1))
+            unread |= {f"{name[:-1]}{letter}": part for letter, part in zip(MIXTURES, mixtures, strict=True)}
         for letter, setting in LOW_RANKS.values():
-            found = [rest[name].shape for name in rest if name.endswith(f".{letter}_lora.lora.0.weight")]
-            config[setting] = config[setting] or next((shape[0] for shape in found if shape), 1)
+            shapes = [unread[name].shape for name in unread if name.endswith(f".{letter}_lora.lora.0.weight")]
+            config[setting] = config[setting] or next((shape[0] for shape in shapes if shape), 1)
     weights: dict[str, Tensor] = {}
     for ours, theirs in names_of(config):
-        parts = [take_rows(rest, name, rows) for name, rows in theirs.items()]
+        parts = [take_rows(unread, name, rows) for name, rows in theirs.items()]
         if len({part.shape[1:] for part in parts}) > 1:
             got = ", ".join(f"{name} {tuple(part.shape)}" for name, part in zip(theirs, parts, strict=True))
             raise ValueError(f"the parts of {ours} must have rows of one shape, got {got}")
@@ -360,30 +360,30 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         elif ".gate_activations." in ours:
             joined = joined.view(value_heads, -1)
         weights[ours] = joined
-    table = take_rows(rest, "model.embeddings.weight", len(words))
+    table = take_rows(unread, "model.embeddings.weight", len(words))
     weights["decoder.embed_tokens.weight"] = vocabulary.place(table, fill=0.0)
     if not config["tie_word_embeddings"]:
-        head = take_rows(rest, "lm_head.weight", len(words))
+        head = take_rows(unread, "lm_head.weight", len(words))
         weights["decoder.adaptive_softmax.words.weight"] = vocabulary.place(head, fill=0.0)
-    elif "lm_head.weight" in rest:
-        rest.take_equal("lm_head.weight", table, "lm_head")
+    elif "lm_head.weight" in unread:
+        unread.take_equal("lm_head.weight", table, "lm_head")
     # Symbols of fairseq's dictionary that the model lacks get probability 0, and are not learned.
     weights["decoder.adaptive_softmax.bias"] = vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf)
-    rest.rename({})  # refuses what is left
+    unread.rename({})  # refuses what is left
     return Conversion("fwp_lm", flags_of(config), weights, vocabulary.words, [*notes_of(options), *vocabulary.notes])
 
 
 def notes_of(config: Settings) -> list[str]:
     """Return a sentence about the settings of config.json that nothing here reads, if it has any."""
     kinds = (name for _, names in KINDS.values() for name in names)
-    known = {*NOT_READ, *kinds, *EXPECTED, *EXPECTED_OF_RWKV7, *DEFAULTS, "model_type", "safe_gate", "value_dim"}
-    others = ", ".join(sorted(config.keys() - known))
+    listed = {*NOT_READ, *kinds, *EXPECTED, *EXPECTED_OF_RWKV7, *DEFAULTS, "model_type", "safe_gate", "value_dim"}
+    others = ", ".join(sorted(config.keys() - listed))
     return [f"{CONFIG} has settings that are not read: {others}; the model must not depend on them"] * bool(others)
 
 
-def take_rows(rest: Tensors, name: str, rows: int) -> Tensor:
+def take_rows(tensors: Tensors, name: str, rows: int) -> Tensor:
     """Take a tensor. Raises ValueError if it has another number of rows, or nothing in them."""
-    tensor = rest.take(name)
+    tensor = tensors.take(name)
     if tensor.shape[:1] != (rows,) or not tensor.numel():
         raise ValueError(f"{name} must have {rows} rows as {CONFIG} says, got {tuple(tensor.shape)}")
     return tensor
@@ -438,71 +438,71 @@ def rows_of_tokens(words: Any, without_end: bool) -> tuple[Tensor, int | None]:
 
 def config_of(flags: Settings, words: int, eos: int | None) -> Settings:
     """Return the configuration of a model with these options. Raises ValueError for options that they do not have."""
-    given = FwpLanguageModel.complete(dict(flags))
+    full_flags = FwpLanguageModel.complete(dict(flags))
     rules = {rule: kind for kind, (_, rule, _) in MODELS.items()}
-    if (rule := given["decoder_update_rule"]) not in rules:
+    if (rule := full_flags["decoder_update_rule"]) not in rules:
         raise ValueError(f"--decoder-update-rule must be one of {', '.join(rules)} for {NAME}, got {rule}")
-    kind, dim, heads = rules[rule], given["decoder_embed_dim"], given["decoder_attention_heads"]
+    kind, dim, heads = rules[rule], full_flags["decoder_embed_dim"], full_flags["decoder_attention_heads"]
     for name in ("decoder_key_dim", "decoder_value_dim"):
-        given[name] = given[name] or dim // heads
-    given["decoder_value_heads"] = given["decoder_value_heads"] or heads
-    if given["softmax_layers"] is not None:
-        given["attention_softmax_heads"] = given["attention_softmax_heads"] or heads
-        given["attention_kv_heads"] = given["attention_kv_heads"] or given["attention_softmax_heads"]
+        full_flags[name] = full_flags[name] or dim // heads
+    full_flags["decoder_value_heads"] = full_flags["decoder_value_heads"] or heads
+    if full_flags["softmax_layers"] is not None:
+        full_flags["attention_softmax_heads"] = full_flags["attention_softmax_heads"] or heads
+        full_flags["attention_kv_heads"] = full_flags["attention_kv_heads"] or full_flags["attention_softmax_heads"]
     config = {
         "model_type": kind,
         "hidden_size": dim,
-        "num_hidden_layers": given["decoder_layers"],
+        "num_hidden_layers": full_flags["decoder_layers"],
         "num_heads": heads,
-        "intermediate_size": given["decoder_ffn_embed_dim"],
-        "norm_eps": given["norm_epsilon"],
-        "tie_word_embeddings": given["output_layer"] == "tied",
+        "intermediate_size": full_flags["decoder_ffn_embed_dim"],
+        "norm_eps": full_flags["norm_epsilon"],
+        "tie_word_embeddings": full_flags["output_layer"] == "tied",
         "max_position_embeddings": flags.get("tokens_per_sample") or DEFAULTS["max_position_embeddings"],
         "vocab_size": words,
         "eos_token_id": eos,
         "bos_token_id": None,
-        "attn": attn_of(given),
-        **(settings_of_rwkv7(given) if kind == "rwkv7" else settings_of_layer(kind, given)),
+        "attn": attn_of(full_flags),
+        **(settings_of_rwkv7(full_flags) if kind == "rwkv7" else settings_of_layer(kind, full_flags)),
     }
     # The options that these settings give must be those of the model.
-    lost = FwpLanguageModel.differences(given, flags_of(complete(config)))
+    lost = FwpLanguageModel.differences(full_flags, flags_of(complete(config)))
     if lost:
         had = ", ".join(f"{flag(name)} {ours} (there {theirs})" for name, (ours, theirs) in lost.items())
         raise ValueError(f"the model must have the parts of {kind} to be written for {NAME}, got {had}")
     return config
 
 
-def attn_of(given: Settings) -> Settings | None:
+def attn_of(flags: Settings) -> Settings | None:
     """Return the settings of layers with softmax attention, None = there are none."""
-    if given["softmax_layers"] is None:
+    if flags["softmax_layers"] is None:
         return None
-    layers = [int(index) for index in str(given["softmax_layers"]).split(",")]
-    return {"layers": layers, **{name: given[ours] for name, ours in SOFTMAX.items()}}
+    layers = [int(index) for index in str(flags["softmax_layers"]).split(",")]
+    return {"layers": layers, **{name: flags[ours] for name, ours in SOFTMAX.items()}}
 
 
-def settings_of_rwkv7(given: Settings) -> Settings:
+def settings_of_rwkv7(flags: Settings) -> Settings:
     """Return the settings that only RWKV-7 has."""
-    ranks = {setting: given[f"{ours}_rank"] for ours, (_, setting) in LOW_RANKS.items()}
-    fused, size = given["l2_normalization_epsilon"] > 0, given["decoder_embed_dim"] // given["decoder_attention_heads"]
+    ranks = {setting: flags[f"{ours}_rank"] for ours, (_, setting) in LOW_RANKS.items()}
+    fused, size = flags["l2_normalization_epsilon"] > 0, flags["decoder_embed_dim"] // flags["decoder_attention_heads"]
     return {"head_dim": size, **ranks, "hidden_act": "sqrelu", "fuse_norm": fused}
 
 
-def settings_of_layer(kind: str, given: Settings) -> Settings:
+def settings_of_layer(kind: str, flags: Settings) -> Settings:
     """Return the settings that RWKV-7 does not have."""
-    dim, heads, gated = given["decoder_embed_dim"], given["decoder_attention_heads"], given["output_gate"] != "none"
-    key, value, bound = given["decoder_key_dim"], given["decoder_value_dim"], given["decay_lower_bound"]
+    dim, heads, gated = flags["decoder_embed_dim"], flags["decoder_attention_heads"], flags["output_gate"] != "none"
+    key, value, bound = flags["decoder_key_dim"], flags["decoder_value_dim"], flags["decay_lower_bound"]
     settings = {
         "hidden_act": "swish",
         "use_short_conv": True,
-        "conv_size": given["decoder_conv_size"],
-        "allow_neg_eigval": given["negative_eigenvalues"],
+        "conv_size": flags["decoder_conv_size"],
+        "allow_neg_eigval": flags["negative_eigenvalues"],
         **({"safe_gate": bound is not None, "lower_bound": bound} if kind == "kda" else {"use_gate": gated}),
     }
     if kind == "delta_net":
         return {**settings, "expand_k": heads * key / dim, "expand_v": heads * value / dim}
-    if kind == "gated_deltanet" and given["output_gate"] == "sigmoid":
+    if kind == "gated_deltanet" and flags["output_gate"] == "sigmoid":
         settings["output_gate_activation"] = "sigmoid"
-    return {**settings, "head_dim": key, "expand_v": value / key, "num_v_heads": given["decoder_value_heads"]}
+    return {**settings, "head_dim": key, "expand_v": value / key, "num_v_heads": flags["decoder_value_heads"]}
 
 
 SOURCE = Source({}, read, convert, partial(folder.numbers_of_tokens, NAME, REQUIRED, DEFAULTS))

@@ -75,14 +75,14 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], Settings]:
 def read_saved(folder: Path) -> Settings:
     """The options that the training wrote into log.txt, one line ` - name : value` each; none without that file."""
     path = folder / "log.txt"
-    found: Settings = {}
+    values: Settings = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for name, value in re.findall(r"^ {4}- (\w+) : (.*)$", text, re.MULTILINE):
         try:
-            found[name] = ast.literal_eval(value)
+            values[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
@@ -149,7 +149,7 @@ def convert_absolute(tensors: Tensors, vocabulary: Vocabulary, options: Options)
 
 def common_flags(tensors: Tensors, heads: int, vocabulary: Vocabulary, options: Options) -> Settings:
     """Return the flags of every type: sizes, dropout, clusters of the vocabulary and length of a sample."""
-    numbers = [int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))]
+    numbers = [int(match[1]) for name in tensors if (match := re.match(r"layers\.(\d+)\.", name))]
     inner, dim = tensors["layers.0.pos_ff.CoreNet.0.weight"].shape
     together = tensors["layers.0.dec_attn.o_net.weight"].shape[1]
     if heads < 1 or together % heads:
@@ -178,7 +178,7 @@ def common_flags(tensors: Tensors, heads: int, vocabulary: Vocabulary, options: 
 
 def sizes_of(tensors: Tensors, name: str) -> list[int]:
     """The lengths of tensors with numbers in their names, see `Tensors.numbered`."""
-    return [len(tensors[found]) for found in tensors.numbered(name)]
+    return [len(tensors[place]) for place in tensors.numbered(name)]
 
 
 def read_clusters(tensors: Tensors, dim: int, options: Options) -> tuple[list[int], int]:
@@ -229,8 +229,8 @@ def sinusoidal_distances(tensors: Tensors, layers: int, options: Options) -> tup
     for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
         biases = tensors.take(theirs)
         if untied and (biases.dim(), len(biases)) != (3, layers):
-            found = f"the shape {tuple(biases.shape)}: the checkpoint is damaged"
-            raise ValueError(f"{theirs} must have the biases of {layers} layers, got {found}")
+            got = f"the shape {tuple(biases.shape)}: the checkpoint is damaged"
+            raise ValueError(f"{theirs} must have the biases of {layers} layers, got {got}")
         for index, bias in enumerate(biases if untied else [biases]):
             weights[f"{ATTENTION.format(index)}positions.{ours}"] = bias
     check_frequencies(tensors)
@@ -296,20 +296,20 @@ def take_words(tensors: Tensors, vocabulary: Vocabulary) -> dict[str, Tensor]:
     tables = tensors.take_numbered(TABLES)
     for index, table in enumerate(tables):
         tensors.take_equal(f"crit.out_layers.{index}.weight", table, "--not_tied")
-    found = {f"{softmax}.bias": vocabulary.place(torch.cat(tensors.take_numbered(BIASES)), fill=-torch.inf)}
+    weights = {f"{softmax}.bias": vocabulary.place(torch.cat(tensors.take_numbered(BIASES)), fill=-torch.inf)}
     if "crit.cluster_bias" in tensors:
         for part in ("weight", "bias"):  # their last column belongs to the first cluster
-            found[f"{softmax}.clusters.{part}"] = tensors.take(f"crit.cluster_{part}").flip(0)
+            weights[f"{softmax}.clusters.{part}"] = tensors.take(f"crit.cluster_{part}").flip(0)
     tables[0] = vocabulary.place(tables[0], fill=0.0)
     if len(tables) == 1 and "word_emb.emb_projs.0" not in tensors:
-        return found | {f"{words}.weight": tables[0]}
+        return weights | {f"{words}.weight": tables[0]}
     projections = tensors.take_numbered("word_emb.emb_projs.{}")
-    found[f"{softmax}.projections.0.weight"] = tensors.take("crit.out_projs.0")
+    weights[f"{softmax}.projections.0.weight"] = tensors.take("crit.out_projs.0")
     for index, projection in enumerate(projections[1:], 1):
         tensors.take_equal(f"crit.out_projs.{index}", projection, "untied projections, as of --dataset lm1b,")
     for name, parts in (("tables", tables), ("projections", projections)):
-        found |= {f"{words}.{name}.{index}.weight": part for index, part in enumerate(parts)}
-    return found
+        weights |= {f"{words}.{name}.{index}.weight": part for index, part in enumerate(parts)}
+    return weights
 
 
 SOURCE = Source(OPTIONS, read, convert, vocabulary.given_words)
