@@ -3,11 +3,13 @@
 The paper does not give them. With random weights the layer would first have to relearn what the model below knows.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from fairseq.models import FairseqLanguageModel
 from torch import Tensor
+
+if TYPE_CHECKING:  # importing fairseq registers our models, and that of this package needs this file
+    from fairseq.models import FairseqLanguageModel
 
 # The identity is a difference of squares, which is sensitive to small changes of U or W. Adam moves all weights by
 # equal steps, so these start large: squared hidden units at HEIGHT, and normalised outputs SPREAD times the features.
@@ -60,7 +62,9 @@ def damped_power(moments: Tensor, exponent: float) -> Tensor:
     return vectors * (values.clamp(min=0) / values.median() + DAMPING) ** exponent @ vectors.mT
 
 
-def read_moments(model: FairseqLanguageModel, tokens: Tensor, count: int, carry: bool) -> tuple[Tensor, Tensor, Tensor]:
+def read_moments(
+    model: "FairseqLanguageModel", tokens: Tensor, count: int, carry: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean (D,) and covariance (D, D) of the layer's inputs, and second moments of the loss's gradients.
 
     They come from `count` of the tokens (N,), in segments as long as in training. `carry`: the state is carried over
