@@ -34,6 +34,8 @@ class Extra(TypedDict):
     """What a decoder returns next to its features."""
 
     state: State
+    attn: list[None]
+    scored: bool
 
 
 class StreamingDecoder(Protocol):

@@ -17,7 +17,7 @@ from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.checks import check
-from fairseq_fwp.decoding import Sample
+from fairseq_fwp.decoding import Extra, Sample
 from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.models.attentions import ATTENTIONS
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
@@ -104,7 +104,7 @@ class DecoderConfig(FairseqDataclass):
 
 
 class DecoderState(NamedTuple):
-    """The state of the decoder: one state per layer, and the number of tokens (B,) read, without padding."""
+    """A `decoding.State`: one state per layer, and the number of tokens (B,) read, without padding."""
 
     layers: tuple[StateTree, ...]
     positions: Tensor
@@ -207,6 +207,14 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         """The attention of each layer."""
         return [cast(DecoderLayer, layer).self_attn for layer in self.layers]
 
+    def build_attention(self, cfg: FairseqDataclass, index: int) -> Attention:
+        """Return the attention of a layer."""
+        raise NotImplementedError
+
+    def build_positions(self, cfg: FairseqDataclass) -> nn.Module | None:
+        """Return the absolute positions that are added to the embeddings, or None."""
+        raise NotImplementedError
+
     def forward(
         self,
         prev_output_tokens: Tensor,
@@ -216,7 +224,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         state: DecoderState | None = None,
         src_lengths: Tensor | None = None,
         first: Tensor | None = None,
-    ) -> tuple[Tensor, Settings]:
+    ) -> tuple[Tensor, Extra]:
         """Return features (B, L, D) of prev_output_tokens (B, L) for the adaptive softmax, and the new "state".
 
         state, first: see `StreamingDecoder`. With an incremental_state, which keeps the state from the first call on,
@@ -277,7 +285,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
             # A compiled graph, and a transform of torch.func, take one path for all inputs.
             one_path = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
             mask = padding if self.reads_padding and (one_path or padding.any()) else None
-            for index, layer in enumerate(self.layers):
+            for index, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
                 if self.layer_positions is not None:
                     x = x + self.layer_positions[index](positions).to(x.dtype)
                 kept = last if index == len(self.layers) - 1 else None

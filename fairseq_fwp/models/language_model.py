@@ -6,12 +6,14 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import Any, ClassVar
 
+from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import BaseFairseqModel, FairseqLanguageModel
 from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 
 from fairseq_fwp.checks import check
+from fairseq_fwp.models.decoder import LanguageModelDecoder
 from fairseq_fwp.options import Settings, as_given, plain
 
 logger = logging.getLogger(__name__)
@@ -97,6 +99,13 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
 
     A subclass has `build_decoder(cfg, dictionary)`, which checks the options.
     """
+
+    decoder: LanguageModelDecoder
+
+    @classmethod
+    def build_decoder(cls, cfg: FairseqDataclass, dictionary: Dictionary) -> LanguageModelDecoder:
+        """Return the decoder."""
+        raise NotImplementedError
 
     @classmethod
     def build_model(cls, cfg: FairseqDataclass, task: FairseqTask) -> "LanguageModel":

@@ -216,4 +216,4 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None,
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
 reference.refuse_double_backward(_backward)
-_operator = torch.ops.fwp.fast_weights.default
+_operator: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.fwp.fast_weights.default

@@ -24,7 +24,7 @@ import torch
 SIZES = {"layers": "2", "embed-dim": "16", "ffn-embed-dim": "24", "attention-heads": "4"}
 LM = [word for name, size in SIZES.items() for word in (f"--decoder-{name}", size)]
 MT = [*(word.replace("decoder", "encoder") for word in LM), *LM]
-RULES = ("sum", "gated", "gla", "delta", "decay", "gated_delta", "kda", "delta_product", "rwkv7", "fwm")
+RULES = ("sum", "gated", "gla", "delta", "decay", "gated_delta", "kda", "delta_product", "rwkv7", "gdn2", "fwm")
 NORMALIZATIONS = (
     "--sum-normalization",
     "--attention-normalization",

@@ -74,7 +74,7 @@ class Memory:
         """
         if state is None and first is None and self._suits_scores(q, v):
             return self._read_scores(q, k, v), FastWeightState(k.mT @ v, k.sum(2) if self.normalization else None)
-        weights, z = (None, None) if state is None else state[:2]
+        weights, z = (None, None) if state is None else (state.weights, state.normalizer)
         divisor = None
         if self.normalization is not None:
             divisor, k, v, z = self.normalization.apply(self.rule, q, k, v, gates, z, first, self.backend)
