@@ -1,10 +1,10 @@
 """Checks of arguments, whose errors say in one sentence what is wrong."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 
-def check(condition: Any, message: str) -> None:
+def check(condition: object, message: str) -> None:
     """Raise ValueError with the message unless the condition holds."""
     if not condition:
         raise ValueError(message)

@@ -153,7 +153,7 @@ class AdaptiveSoftmax(nn.Module):
             if isinstance(projection, nn.Linear):
                 nn.init.normal_(projection.weight, std=PROJECTION_STD)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         bias = state_dict.get(f"{prefix}bias")
         if bias is not None:
             absent = bias.isneginf()
@@ -161,7 +161,7 @@ class AdaptiveSoftmax(nn.Module):
             state_dict[f"{prefix}bias"] = bias.masked_fill(absent, 0)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}bias"] = self._masked(destination[f"{prefix}bias"], slice(None))
 

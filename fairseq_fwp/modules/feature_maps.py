@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from fairseq_fwp.checks import check
 from fairseq_fwp.ops.arguments import at_least_float32
@@ -64,7 +65,7 @@ class _EluPlusOne(torch.autograd.Function):
     """The map with its own backward pass, which torch.func does not take: autograd's takes several times as long."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         features = x.clamp(max=0).exp_().add_(x.clamp(min=0))
         ctx.save_for_backward(features)
         return features
@@ -196,7 +197,7 @@ class Favor(FeatureMap):
         num_features, head_dim = self.projection.shape
         self.projection = DRAWS[self.draw](num_features, head_dim, generator).to(self.projection)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         projection = state_dict.pop(f"{prefix}projection", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.given = projection is not None
@@ -211,7 +212,7 @@ class Favor(FeatureMap):
         )
         self.projection = projection.to(self.projection)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.given:
             destination[f"{prefix}projection"] = self.projection.detach()

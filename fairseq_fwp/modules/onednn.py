@@ -1,6 +1,6 @@
 """Linear layers by oneDNN, on processors where torch's are slow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from fairseq_fwp.ops.rule import is_transformed
@@ -17,7 +18,7 @@ from fairseq_fwp.ops.rule import is_transformed
 MIN_ROWS = 256
 
 
-def faster_linear(rows: int = MIN_ROWS, device: torch.device | None = None) -> AbstractContextManager[Any]:
+def faster_linear(rows: int = MIN_ROWS, device: torch.device | None = None) -> AbstractContextManager[object]:
     """Return a context for linear layers of so many rows: `OneDnnLinear` if that is faster, else one without effect.
 
     Use it if numbers of rows repeat: oneDNN takes 0.5 to 1 ms to prepare for each new number. device: None = a CPU.
@@ -36,8 +37,12 @@ class OneDnnLinear(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func is not F.linear or kwargs or not _is_taken_over(*args[:2]):
             return func(*args, **(kwargs or {}))
         if not torch.is_grad_enabled():
@@ -84,7 +89,7 @@ class _Linear(torch.autograd.Function):
     """x weight^T + bias for rows x (N, columns), with derivatives of any order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _product(x, weight, bias)
 

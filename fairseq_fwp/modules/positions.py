@@ -5,7 +5,6 @@ embed_dim). It also says whether it is decoding, where the end of a sample is no
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +62,7 @@ class CountedPositions(nn.Module):
         self.sinusoids = SinusoidalPositions(embed_dim, offset=padding_idx + 1)
         self.register_buffer("dtype_of_model", torch.empty(0), persistent=False)
 
-    def forward(self, tokens: Tensor, incremental_state: dict[str, Any] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, incremental_state: dict[str, object] | None = None) -> Tensor:
         """Return (B, L, embed_dim) in the model's dtype; in decoding (B, 1, embed_dim), of the last token."""
         token = tokens.ne(self.padding_idx)
         if incremental_state is not None:

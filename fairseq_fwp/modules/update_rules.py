@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from inspect import signature
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +98,7 @@ class UpdateRule(NamedTuple):
         """Whether the operator takes `first`, so that a segment may hold several documents."""
         return isinstance(self.operator, ops.Rule) or "first" in signature(self.operator).parameters
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Pickle an entry of the table as its name: its functions may have none."""
         names = [name for name, rule in UPDATE_RULES.items() if rule is self]
         return (find_rule, (names[0],)) if names else (UpdateRule, tuple(self))

@@ -206,14 +206,14 @@ class Rule:
                     f"{self.name}: the shapes of {gate} must be a tuple such as (ops.PER_TOKEN,), got {shapes!r}"
                 )
 
-    def _require_kernel(self, q: Any) -> None:
+    def _require_kernel(self, q: object) -> None:
         if self.family is None:
             raise RuntimeError(f"{self.name} has no compiled kernel: use backend='auto' or 'reference'")
         if isinstance(q, Tensor):
             require_kernel(q.device.type)
             self._is_distrusted(q, required=True)
 
-    def _is_distrusted(self, q: Any, required: bool = False) -> bool:
+    def _is_distrusted(self, q: object, required: bool = False) -> bool:
         """Return whether the kernel has failed its check; raise RuntimeError if it failed and is required."""
         if self.family is None or not isinstance(q, Tensor) or q.device.type not in self_check.CHECKED:
             return False

@@ -5,7 +5,7 @@ of which the last L are queried.
 """
 
 import math
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,24 @@ from fairseq_fwp.checks import check
 # A state of any attention: a tree of tensors, which only that attention looks into.
 StateTree: TypeAlias = Any
 State = TypeVar("State")
+
+
+@runtime_checkable
+class Reordered(Protocol):
+    """A part of a state that selects rows itself, because some of its tensors have no rows."""
+
+    def reorder(self, rows: Tensor) -> "Reordered": ...
+
+
+@runtime_checkable
+class Padded(Protocol):
+    """A named tuple in a state; its first tensor is (B, ..., S, d), of tokens; padding (B, S): True at padding."""
+
+    padding: Tensor | None
+
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    def _replace(self, *, padding: Tensor) -> "Padded": ...
 
 
 class Heads(nn.Module):
@@ -106,35 +124,35 @@ def detach(state: State) -> State:
 def reorder(state: State, rows: Tensor) -> State:
     """Return the rows (B',) of the batch, as beam search selects them. A part with the method `reorder` does it."""
 
-    def select(part: Any) -> Any:
+    def select(part: object) -> object:
         if isinstance(part, Tensor):
             return part.index_select(0, rows)
-        return part.reorder(rows) if hasattr(part, "reorder") else part
+        return part.reorder(rows) if isinstance(part, Reordered) else part
 
-    return tree_map(select, state, is_leaf=lambda part: hasattr(part, "reorder"))
+    return tree_map(select, state, is_leaf=lambda part: isinstance(part, Reordered))
 
 
 def reset(state: State, rows: Tensor) -> State:
     """Return the state, empty in the rows (B,) that are True. All tokens of a part with `padding` become padding."""
 
-    def empty(part: Any) -> Any:
-        if hasattr(part, "padding"):
+    def empty(part: object) -> object:
+        if isinstance(part, Padded):
             padded = rows.unsqueeze(1).expand(-1, part[0].shape[-2])
             return part._replace(padding=padded if part.padding is None else part.padding | padded)
         if isinstance(part, Tensor):
             return part.masked_fill(rows.view(-1, *[1] * (part.dim() - 1)), 0)
         return part
 
-    return tree_map(empty, state, is_leaf=lambda part: hasattr(part, "padding"))
+    return tree_map(empty, state, is_leaf=lambda part: isinstance(part, Padded))
 
 
 def join_padding(past: Tensor | None, past_length: int, new: Tensor | None, length: int) -> Tensor | None:
     """Return the masks (B, past_length) and (B, length) joined; None means no padding."""
-    known = new if past is None else past
-    if known is None:
+    mask = new if past is None else past
+    if mask is None:
         return None
     parts = ((past, past_length), (new, length))
-    return torch.cat([known.new_zeros(known.shape[0], size) if part is None else part for part, size in parts], dim=1)
+    return torch.cat([mask.new_zeros(mask.shape[0], size) if part is None else part for part, size in parts], dim=1)
 
 
 def visible_keys(

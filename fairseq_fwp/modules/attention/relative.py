@@ -208,7 +208,7 @@ class RelativeAttention(Attention):
         scores = _by_key(position * q.shape[-1] ** -0.5 @ distances.flip(1).transpose(-1, -2))
         visible = visible_keys(q.shape[2], keys.shape[2], padding, q.device, self.window)
         mask, dropout = scores.masked_fill(~visible, -torch.inf), self.dropout if self.training else 0.0
-        return attend(content, keys, values, attn_mask=mask, dropout_p=dropout)
+        return attend(content, keys, values, mask, dropout)
 
 
 def _by_key(scores: Tensor) -> Tensor:

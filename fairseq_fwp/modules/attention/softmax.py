@@ -4,7 +4,7 @@ Shapes: B batch, L tokens, S tokens seen so far, H heads, G heads of keys and va
 n blocks of b tokens.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ class SoftmaxAttention(Attention):
         dropout = self.dropout if self.training else 0.0
         causal = mask is None and length > 1 and length == total  # one token sees all: a graph needs no comparison
         q, keys = self.turn(q, cache)
-        y = attend(q, keys, cache.values, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        y = attend(q, keys, cache.values, mask, dropout, causal)
         return self.out_proj(self.merge_heads(y)), cache
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -133,7 +133,9 @@ def rotate(x: Tensor, places: Tensor, theta: float) -> Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, dropout: float, is_causal: bool = False
+) -> Tensor:
     """Return torch's attention of queries, keys and values (B, G, S, d), G of which divides the heads of q.
 
     Its kernels have no forward mode, and no vmap.
@@ -141,11 +143,11 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
     if keys.shape[1] != q.shape[1]:
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
     if not is_transformed():
-        return F.scaled_dot_product_attention(q, keys, values, **options)
+        return F.scaled_dot_product_attention(q, keys, values, mask, dropout, is_causal)
     from torch.nn.attention import SDPBackend, sdpa_kernel  # which would import the compiler at every start
 
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, keys, values, **options)
+        return F.scaled_dot_product_attention(q, keys, values, mask, dropout, is_causal)
 
 
 def extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | None) -> KeyValueCache:
@@ -178,8 +180,16 @@ class LocalAttention(SoftmaxAttention):
         qkv_bias: bool = False,
         rope_theta: float | None = None,
     ) -> None:
-        options: dict[str, Any] = {"softmax_heads": softmax_heads, "kv_heads": kv_heads, "rope_theta": rope_theta}
-        super().__init__(embed_dim, num_heads, dropout, bias=bias, qkv_bias=qkv_bias, **options)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias=bias,
+            softmax_heads=softmax_heads,
+            kv_heads=kv_heads,
+            qkv_bias=qkv_bias,
+            rope_theta=rope_theta,
+        )
         check(window >= 1, f"`window` must be at least 1 token, got {window}")
         self.window = window
 
@@ -227,7 +237,7 @@ class LocalAttention(SoftmaxAttention):
         visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
         queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
         mask, dropout = visible.flatten(0, 1).unsqueeze(1), self.dropout if self.training else 0.0
-        y = attend(queries, keys, values, attn_mask=mask, dropout_p=dropout)  # (B n, H, b, d)
+        y = attend(queries, keys, values, mask, dropout)  # (B n, H, b, d)
         return y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
     def state_size(self, length: int, carried: bool = False) -> int:
