@@ -33,7 +33,7 @@ from fairseq_fwp.decoding import Sample
 from fairseq_fwp.evaluation.scoring import kl_divergence
 from fairseq_fwp.modules.feature_maps import resample
 from fairseq_fwp.ops.arguments import at_least_float32
-from fairseq_fwp.options import Settings, option
+from fairseq_fwp.options import Settings, option, setting, word
 from fairseq_fwp.pretrained.checkpoint import read
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
@@ -78,9 +78,9 @@ class DistillationCriterion(FairseqCriterion):
             raise ValueError(f"--teacher-weight must be in [0, 1], got {teacher_weight}")
         if ddp_backend in ("c10d", "pytorch_ddp"):
             raise ValueError(f"--ddp-backend must be legacy_ddp with fwp_distillation, got {ddp_backend}")
-        if getattr(getattr(task, "cfg", None), "carry_state", False):
+        if setting(setting(task, "cfg", None), "carry_state", False):
             raise ValueError(CARRIED)
-        self.of_attention = str(getattr(distillation, "value", distillation)) == ATTENTION
+        self.of_attention = str(word(distillation)) == ATTENTION
         if self.of_attention and teacher_weight != 1:
             raise ValueError(f"--teacher-weight must be 1 with --distillation attention, got {teacher_weight}")
         self.weight = teacher_weight

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from fairseq.data import Dictionary
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from fairseq_fwp.checks import look_up
@@ -270,7 +270,7 @@ def check_size(attention: FastWeightAttention | LinearAttention, feature_map: st
         raise ValueError(f"--state-size must be {features} for the map {feature_map}, got {size}")
 
 
-def configure(flags: Settings) -> Any:
+def configure(flags: Settings) -> DictConfig:
     """Return the configuration of a language model with these flags."""
     of_task = {"max_target_positions": None, "add_bos_token": False}
     return OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), {**of_task, **flags})

@@ -2,11 +2,13 @@
 
 from argparse import Namespace
 from dataclasses import field
-from typing import Any, TypeAlias
+from enum import Enum
+from typing import Any, TypeAlias, TypeVar
 
 from omegaconf import OmegaConf
 
 Settings: TypeAlias = dict[str, Any]  # of a model, a task or a file, by their names
+Value = TypeVar("Value")
 
 
 def option(default: Any, text: str, **metadata: object) -> Any:
@@ -15,6 +17,16 @@ def option(default: Any, text: str, **metadata: object) -> Any:
     same_function: whether trained weights compute the same function with every value.
     """
     return field(default=default, metadata={"help": text, **metadata})
+
+
+def setting(settings: object, name: str, default: Value) -> Value:
+    """Return a setting that only some models, tasks or versions of them have; the default where it is missing."""
+    return getattr(settings, name, default)
+
+
+def word(value: object) -> object:
+    """Return the word of an enumeration, and any other value as it is."""
+    return value.value if isinstance(value, Enum) else value
 
 
 def plain(settings: Any) -> Settings:

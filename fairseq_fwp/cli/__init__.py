@@ -30,18 +30,18 @@ def make_parser(documentation: str | None) -> argparse.ArgumentParser:
 @contextlib.contextmanager
 def one_sentence(command: str) -> Iterator[None]:
     """End a command by one sentence where it raises ValueError or OSError, or cannot write to standard output."""
-    said = ""
+    failure = ""
     try:
         yield
     except (ValueError, OSError) as error:
-        said = " ".join(str(error).split())
+        failure = " ".join(str(error).split())
     try:
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more, and complains
-        said = f"standard output cannot be written: {error.strerror}"
-    if said:
-        sys.exit(f"{command}: {said}")
+        failure = f"standard output cannot be written: {error.strerror}"
+    if failure:
+        sys.exit(f"{command}: {failure}")
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

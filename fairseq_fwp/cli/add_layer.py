@@ -20,6 +20,7 @@ import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging, write_whole
 from fairseq_fwp.fast_weight_layer.initialization import read_moments
 from fairseq_fwp.fast_weight_layer.model import add_layer
+from fairseq_fwp.options import setting
 from fairseq_fwp.pretrained import read
 
 
@@ -32,7 +33,7 @@ def run(args: Namespace) -> None:
     cfg = checkpoint.cfg
     model, settings = add_layer(base, cfg.model, loading.architecture(cfg), task, args.fwl_hidden_dim)
     text = loading.load_text(task, args.data, "train", task.source_dictionary.eos())
-    carry = bool(getattr(cfg.task, "carry_state", False))
+    carry = bool(setting(cfg.task, "carry_state", False))
     model.decoder.fast_weight_layer.whiten(*read_moments(model, text.tokens, args.tokens, carry))
     original = read(args.path)  # its settings still name the data of the training
     settings_of_all = OmegaConf.to_container(OmegaConf.merge(original.cfg, {"model": settings}), enum_to_str=True)

@@ -18,8 +18,7 @@ import json
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from fairseq.data import Dictionary
@@ -32,7 +31,9 @@ from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging, w
 from fairseq_fwp.cli.loading import load_text, non_negative, positive
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
 from fairseq_fwp.evaluation.dynamic import KINDS
-from fairseq_fwp.options import Settings
+from fairseq_fwp.evaluation.windows import Window
+from fairseq_fwp.models.decoder import LanguageModelDecoder
+from fairseq_fwp.options import Settings, setting
 from fairseq_fwp.pretrained import read
 from fairseq_fwp.tasks.text import BLANK_LINE
 
@@ -69,38 +70,38 @@ def summarize(args: Namespace, model: FairseqLanguageModel, characters: int | No
 def report(summary: Settings) -> list[str]:
     """The lines of a summary, with fairseq-eval-lm's words where it has them."""
     of = Namespace(**summary)
-    found = [f"{of.subset}: {of.protocol}", f"num. model params: {of.parameters:,}"]
+    lines = [f"{of.subset}: {of.protocol}", f"num. model params: {of.parameters:,}"]
     if of.state_size is not None:
-        found.append(f"state size: {of.state_size:,} numbers ({of.state_size / 1e6:.2f} M)")
-    found.append(f"Evaluated {of.tokens:,} tokens in {of.seconds:.1f}s ({of.tokens / of.seconds:.2f} tokens/s)")
-    found.append(f"Loss (base e): {of.loss:.4f}")
-    found.append(f"Loss (base 2): {of.loss_base_2:.4f}, Perplexity: {of.perplexity:.2f}")
+        lines.append(f"state size: {of.state_size:,} numbers ({of.state_size / 1e6:.2f} M)")
+    lines.append(f"Evaluated {of.tokens:,} tokens in {of.seconds:.1f}s ({of.tokens / of.seconds:.2f} tokens/s)")
+    lines.append(f"Loss (base e): {of.loss:.4f}")
+    lines.append(f"Loss (base 2): {of.loss_base_2:.4f}, Perplexity: {of.perplexity:.2f}")
     if of.bits_per_character is not None:
-        found.append(f"Bits per character: {of.bits_per_character:.4f} ({of.characters:,} characters)")
-    return found
+        lines.append(f"Bits per character: {of.bits_per_character:.4f} ({of.characters:,} characters)")
+    return lines
 
 
-def count_characters(dictionary: Dictionary, tokens: int, given: int | None) -> int | None:
-    """Return the number given, or that of tokens of one character each. Raises ValueError where the two differ."""
+def count_characters(dictionary: Dictionary, tokens: int, expected: int | None) -> int | None:
+    """Return the expected number, or that of tokens of one character each. Raises ValueError where the two differ."""
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if not word.startswith("madeupword")]
     counted = tokens if words and all(len(word) == 1 for word in words) else None
-    if None not in (given, counted) and given != counted:
+    if None not in (expected, counted) and expected != counted:
         reason = "because every token is a character"
-        raise ValueError(f"--characters must be {counted:,}, {reason}, got {given:,}: leave it out")
-    return given if counted is None else counted
+        raise ValueError(f"--characters must be {counted:,}, {reason}, got {expected:,}: leave it out")
+    return expected if counted is None else counted
 
 
 def read_protocol(args: Namespace, model: FairseqLanguageModel, task: FairseqTask) -> Protocol:
     """The protocol that the arguments name; ValueError where the model, or the task's settings, cannot follow it."""
     limit = model.max_positions()
-    window = args.tokens_per_sample or min(getattr(task, "tokens_per_sample", None) or limit, limit)
-    given = {"lr": args.dynamic_lr, "decay": args.dynamic_decay, "epsilon": args.dynamic_epsilon}
-    given = {name: value for name, value in given.items() if value is not None}
-    rule = DynamicRule(kind=args.dynamic, windows=args.dynamic_statistics, **given) if args.dynamic else None
+    window = args.tokens_per_sample or min(setting(task, "tokens_per_sample", None) or limit, limit)
+    options = {"lr": args.dynamic_lr, "decay": args.dynamic_decay, "epsilon": args.dynamic_epsilon}
+    options = {name: value for name, value in options.items() if value is not None}
+    rule = DynamicRule(kind=args.dynamic, windows=args.dynamic_statistics, **options) if args.dynamic else None
     if args.context_window is None and args.stride > window:
         raise ValueError(f"--stride must be at most {window}, the length of a window, got {args.stride}")
     context = window - args.stride if args.context_window is None else args.context_window
-    separator = getattr(task, "reset_state_after", None)
+    separator = setting(task, "reset_state_after", None)
     if args.carry_state and separator and separator != args.reset_after:
         remedy = f"pass --reset-after {separator}, or leave out --carry-state"
         raise ValueError(f"the model was trained with --reset-state-after {separator}: {remedy}")
@@ -115,13 +116,13 @@ def run(args: Namespace) -> None:
     cfg = checkpoint.cfg
     protocol = read_protocol(args, model, cfg.task)
     dictionary = task.source_dictionary
-    first = dictionary.bos() if getattr(cfg.task, "add_bos_token", False) else dictionary.eos()
+    first = dictionary.bos() if setting(cfg.task, "add_bos_token", False) else dictionary.eos()
     text = load_text(task, args.data, args.gen_subset, first, args.reset_after)
     characters = count_characters(dictionary, len(text.tokens), args.characters)
     train = load_text(task, args.data, "train", first, args.reset_after) if args.dynamic not in (None, "sgd") else None
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model = model.to(device).requires_grad_(args.dynamic is not None)
-    has_positions = getattr(model.decoder, "embed_positions", None) is not None
+    has_positions = isinstance(model.decoder, LanguageModelDecoder) and model.decoder.embed_positions is not None
     if args.carry_state and has_positions and len(text.tokens) > model.max_positions():
         logger.warning(
             "absolute positions grow to %s, and the model has seen only %s in training: leave out --carry-state, or "
@@ -130,15 +131,15 @@ def run(args: Namespace) -> None:
             f"{model.max_positions():,}",
         )
 
-    def progress(batches: Any) -> Any:
+    def progress(batches: list[list[Window]]) -> Iterable[list[Window]]:
         shown = {"prefix": args.gen_subset, "default_log_format": "simple" if args.no_progress_bar else "tqdm"}
         return progress_bar(batches, args.log_format, args.log_interval, **shown)
 
     scores = evaluate(model, text, protocol, train, args.batch_size, progress)
     summary = summarize(args, model, characters, scores)
     if args.scores:
-        found = enumerate(zip(text.tokens.tolist(), scores.log_probs.tolist(), strict=True))
-        rows = [f"{place}\t{dictionary[token]}\t{log_prob:.9g}\n" for place, (token, log_prob) in found]
+        scored = enumerate(zip(text.tokens.tolist(), scores.log_probs.tolist(), strict=True))
+        rows = [f"{place}\t{dictionary[token]}\t{log_prob:.9g}\n" for place, (token, log_prob) in scored]
         table = "".join(["position\ttoken\tlog_prob\n", *rows])
         write_whole(args.scores, lambda file: file.write_text(table, encoding="utf-8"))
     if args.json:
@@ -148,8 +149,8 @@ def run(args: Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = make_parser(__doc__)
-    add, protocol, output_file = made.add_argument, made.add_mutually_exclusive_group(), loading.output_file
+    command = make_parser(__doc__)
+    add, protocol, output_file = command.add_argument, command.add_mutually_exclusive_group(), loading.output_file
     add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
     add("--path", required=True, help="the checkpoint")
     add("--gen-subset", default="test", metavar="SPLIT", help="split to evaluate: train, valid, test, ... (test)")
@@ -179,39 +180,39 @@ def parser() -> argparse.ArgumentParser:
     add("--log-format", choices=["json", "none", "simple", "tqdm"], help="format of the progress")
     add("--log-interval", type=positive, default=100, metavar="N", help="batches between two lines of progress (100)")
     add("--no-progress-bar", action="store_true", help="show progress in lines, as without a terminal")
-    return made
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     start_logging()
-    made = parser()
-    args = made.parse_args(arguments)
+    command = parser()
+    args = command.parse_args(arguments)
     names = ("lr", "decay", "epsilon", "statistics")
-    given = [name for name in names if getattr(args, f"dynamic_{name}") is not None]
+    chosen = [name for name in names if getattr(args, f"dynamic_{name}") is not None]
     if args.carry_state and args.batch_size not in (None, 1):
-        made.error("--batch-size must be left out with --carry-state, which reads one stream")
+        command.error("--batch-size must be left out with --carry-state, which reads one stream")
     if args.dynamic and args.batch_size not in (None, 1):
-        made.error("--batch-size must be left out with --dynamic, which learns from one window after the other")
+        command.error("--batch-size must be left out with --dynamic, which learns from one window after the other")
     if args.dynamic and args.dynamic_lr is None:
-        made.error("--dynamic-lr, the step size, must be given with --dynamic")
-    if given and not args.dynamic:
-        made.error(f"--dynamic must be sgd, rms or rms-sum with --dynamic-{given[0]}, got none")
-    if args.dynamic == "sgd" and given[-1] in ("epsilon", "statistics"):
-        made.error(f"--dynamic must be rms or rms-sum with --dynamic-{given[-1]}, got sgd")
+        command.error("--dynamic-lr, the step size, must be given with --dynamic")
+    if chosen and not args.dynamic:
+        command.error(f"--dynamic must be sgd, rms or rms-sum with --dynamic-{chosen[0]}, got none")
+    if args.dynamic == "sgd" and chosen[-1] in ("epsilon", "statistics"):
+        command.error(f"--dynamic must be rms or rms-sum with --dynamic-{chosen[-1]}, got sgd")
     if args.dynamic == "rms-sum" and args.dynamic_statistics is None:
-        made.error("--dynamic-statistics must be given with --dynamic rms-sum, whose steps depend on this number")
+        command.error("--dynamic-statistics must be given with --dynamic rms-sum, whose steps depend on this number")
     if args.json and args.json == args.scores:
-        made.error(f"--json and --scores must be different files, got {args.json} for both")
+        command.error(f"--json and --scores must be different files, got {args.json} for both")
     with one_sentence("fwp-eval-lm"):
         loading.refuse_inputs(args.data, args.path, {"--json": args.json, "--scores": args.scores})
         try:
             run(args)
         except ValueError as error:
-            named = re.sub(r"`(\w+)`", lambda found: FLAGS.get(found[1], found[0]), str(error))
+            named = re.sub(r"`(\w+)`", lambda match: FLAGS.get(match[1], match[0]), str(error))
             raise ValueError(named) from error
         except torch.cuda.OutOfMemoryError as error:
-            asked = "pass a smaller --batch-size"
-            raise ValueError(f"the GPU ran out of memory with that many windows at once: {asked}") from error
+            remedy = "pass a smaller --batch-size"
+            raise ValueError(f"the GPU ran out of memory with that many windows at once: {remedy}") from error
 
 
 if __name__ == "__main__":

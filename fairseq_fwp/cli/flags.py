@@ -3,25 +3,28 @@
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
-from enum import Enum
 from inspect import get_annotations
-from typing import Any
+from types import FunctionType
+from typing import TypeAlias
 
-from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY
+from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY, FairseqCriterion
 from fairseq.models import (
     ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_NAME_REGISTRY,
     MODEL_DATACLASS_REGISTRY,
     MODEL_REGISTRY,
+    BaseFairseqModel,
 )
-from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
+from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY, FairseqTask
 
 from fairseq_fwp.fast_weight_layer.model import LAYER_OPTIONS
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.attentions import ATTENTIONS, MAPS, NORMALIZATIONS, SHARED, Kind
 from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
-from fairseq_fwp.options import Settings
+from fairseq_fwp.modules.attention.base import Heads
+from fairseq_fwp.options import Settings, word
+from fairseq_fwp.synthetic.memory import FastWeightMemory
 from fairseq_fwp.synthetic.model import MEMORY
 
 HEAD = """# Flags
@@ -36,13 +39,14 @@ code, by `fwp-info --flags > docs/flags.md`.
   other flags that differ from the checkpoint's."""
 
 # The options of each model, in the order of the page. Those of fwp_transformer come besides fairseq's own.
-MODELS: dict[str, type[Any]] = {
+MODELS: dict[str, type] = {
     name: MODEL_DATACLASS_REGISTRY.get(name, FastWeightOptions)
     for name in (*PRESETS_OF_MODELS, "fwp_associative_retrieval")
 }
+Flagged: TypeAlias = BaseFairseqModel | FairseqTask | FairseqCriterion  # what has flags of its own
 # The attentions of a model; a language model without an entry has all of ATTENTIONS but these two.
 OTHERS = ("linear", "relative")
-KINDS: dict[str, Mapping[str, Kind[Any]]] = {
+KINDS: dict[str, Mapping[str, Kind[Heads] | Kind[FastWeightMemory]]] = {
     "fwp_xl_lm": {name: ATTENTIONS[name] for name in ("softmax", "relative")},
     "fwp_transformer": {name: ATTENTIONS[name] for name in ("fast_weight", "linear")},
     "fwp_associative_retrieval": {"fast_weight": MEMORY},
@@ -97,7 +101,7 @@ def owners(kinds: Mapping[str, type]) -> dict[type, list[str]]:
     return models
 
 
-def own(owner: type[Any]) -> list[Field]:
+def own(owner: type) -> list[Field]:
     """Return the options that a class adds to its bases. Fields without a help text are fairseq's."""
     added = get_annotations(owner)
     described = fields(owner) if is_dataclass(owner) else ()
@@ -132,14 +136,14 @@ def users(name: str, models: list[str]) -> list[str]:
     ]
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """Return a value as the help texts say it."""
-    named = {None: "none", False: "off", True: "on", "": "''"}
-    value = value.value if isinstance(value, Enum) else value
+    named: dict[object, str] = {None: "none", False: "off", True: "on", "": "''"}
+    value = word(value)
     return named[value] if value is None or value == "" or isinstance(value, bool) else str(value)
 
 
-def first_line(documented: Any) -> str:
+def first_line(documented: object) -> str:
     """Return the first line of a docstring, "" without one."""
     return next(iter((documented.__doc__ or "").strip().splitlines()), "")
 
@@ -149,7 +153,7 @@ def _head(title: str, text: str, *columns: str) -> list[str]:
     return [f"\n## {title}", "", text, "", _row(*names), _row(*["---"] * len(names))]
 
 
-def _described(owner: type, kind: Any) -> Iterator[tuple[Field, list[str]]]:
+def _described(owner: type, kind: type[Flagged]) -> Iterator[tuple[Field, list[str]]]:
     """Yield each option of a model, task or criterion with its flag, value, default and help text."""
     parser = ArgumentParser(add_help=False)
     kind.add_args(parser)
@@ -157,7 +161,9 @@ def _described(owner: type, kind: Any) -> Iterator[tuple[Field, list[str]]]:
     for field in own(owner):
         action = actions[field.name]
         name = next(iter(action.option_strings), action.dest)
-        value = "text" if action.type in (None, str) else getattr(action.type, "__name__", "text")
+        value = (
+            "text" if action.type is str or not isinstance(action.type, type | FunctionType) else action.type.__name__
+        )
         if action.nargs == 0:
             value = "switch"
         elif action.choices:

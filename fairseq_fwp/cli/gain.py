@@ -94,14 +94,14 @@ def compare(base: Path, model: Path, block: int | None) -> Iterator[Token]:
 
 def group(tokens: Iterator[Token], counts: dict[str, int]) -> dict[str, list[Sums]]:
     """Return the sums of each group of GROUPS. The end of a line, which has no count, is in no group by count."""
-    found = {by: [Sums() for _ in lowest] for by, lowest in GROUPS.items()}
+    sums = {by: [Sums() for _ in lowest] for by, lowest in GROUPS.items()}
     for token in tokens:
         values = token.position, counts.get(token.word), token.seen
         for (by, lowest), value in zip(GROUPS.items(), values, strict=True):
             if value is not None:
                 index = bisect(lowest, value) - 1
-                found[by][index] = found[by][index].add(token.gain)
-    return found
+                sums[by][index] = sums[by][index].add(token.gain)
+    return sums
 
 
 def labels(lowest: tuple[int, ...]) -> list[str]:
@@ -117,17 +117,17 @@ def draw_gain(base: Path, model: Path, dictionary: Path, block: int | None, out:
     """
     words = Dictionary.load(str(dictionary))
     counts = dict(zip(words.symbols[words.nspecial :], words.count[words.nspecial :], strict=True))
-    found = group(compare(base, model, block), counts)
-    figure, axes = load_pyplot().subplots(1, len(found), figsize=(12, 4), sharey=True)
+    gains = group(compare(base, model, block), counts)
+    figure, axes = load_pyplot().subplots(1, len(gains), figsize=(12, 4), sharey=True)
     text = io.StringIO()
     table = csv.writer(text)
     table.writerow(["by", "group", "tokens", "gain", "half_interval"])
-    for panel, (by, groups) in zip(axes, found.items(), strict=True):
-        known = [(name, sums) for name, sums in zip(labels(GROUPS[by]), groups, strict=True) if sums.tokens > 1]
-        for name, sums in known:
+    for panel, (by, groups) in zip(axes, gains.items(), strict=True):
+        bars = [(name, sums) for name, sums in zip(labels(GROUPS[by]), groups, strict=True) if sums.tokens > 1]
+        for name, sums in bars:
             table.writerow([by, name, sums.tokens, f"{sums.mean:.5f}", f"{sums.half_interval:.5f}"])
-        means, intervals = [sums.mean for _, sums in known], [sums.half_interval for _, sums in known]
-        panel.bar([name for name, _ in known], means, yerr=intervals, color="0.6", ecolor="black", capsize=2)
+        means, intervals = [sums.mean for _, sums in bars], [sums.half_interval for _, sums in bars]
+        panel.bar([name for name, _ in bars], means, yerr=intervals, color="0.6", ecolor="black", capsize=2)
         panel.axhline(0, color="black", lw=0.8)
         panel.set_xlabel(by)
         panel.tick_params(axis="x", labelrotation=35, labelsize=8)

@@ -30,9 +30,9 @@ class SavingLog(logging.LoggerAdapter):
 
     reason: BaseException | None = None
 
-    def warning(self, *args: object, **given: Any) -> None:  # called also where --verbosity hides it
+    def warning(self, *args: object, **options: Any) -> None:  # called also where --verbosity hides it
         self.reason = self.reason or sys.exc_info()[1]
-        super().warning(*args, **given)
+        super().warning(*args, **options)
 
 
 @contextlib.contextmanager

@@ -21,35 +21,35 @@ from fairseq_fwp.models.attentions import ATTENTIONS
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, find_rule
-from fairseq_fwp.options import Settings
+from fairseq_fwp.options import Settings, word
 
 PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
 TESTED_TORCH = (2, 15)  # the newest; docs/fairseq_on_current_python.md has the table
 
 
 def parser() -> argparse.ArgumentParser:
-    made = make_parser(__doc__)
-    add = made.add_argument
+    command = make_parser(__doc__)
+    add = command.add_argument
     add("--build", action="store_true", help="build the kernels that can be built here first")
     add("--user-dir", metavar="FOLDER", help="a plug-in of yours, whose rules and maps are listed too")
     flags = "print only the flags of this architecture with their values; without ARCH the page docs/flags.md"
     add("--flags", metavar="ARCH", nargs="?", const="", help=flags)
     hydra = "print only a configuration for fairseq-hydra-train with this architecture of a language model"
     add("--hydra", metavar="ARCH", help=hydra)
-    return made
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report, or what --flags or --hydra ask for. Exit status 2 for an unknown architecture."""
-    made = parser()
-    args = made.parse_args(argv)
+    command = parser()
+    args = command.parse_args(argv)
     try:
         import_plugin(args.user_dir)
-        found = select(args)
+        text = select(args)
     except ValueError as error:
-        made.error(str(error))
+        command.error(str(error))
     with one_sentence("fwp-info"):
-        print(found)
+        print(text)
     return 0
 
 
@@ -59,9 +59,9 @@ def select(args: argparse.Namespace) -> str:
         return hydra_yaml(args.hydra)
     if not args.flags:
         return report(args.build) if args.flags is None else page()
-    known = [arch for model in MODELS for arch in ARCH_MODEL_INV_REGISTRY[model]]
-    if args.flags not in known:
-        nearest = ", ".join(get_close_matches(args.flags, known, 5, 0) or known)
+    architectures = [arch for model in MODELS for arch in ARCH_MODEL_INV_REGISTRY[model]]
+    if args.flags not in architectures:
+        nearest = ", ".join(get_close_matches(args.flags, architectures, 5, 0) or architectures)
         raise ValueError(f"--flags must be an architecture, got {args.flags!r}: nearest are {nearest}")
     return flags_of(args.flags)
 
@@ -110,19 +110,19 @@ def kernels(build: bool) -> list[str]:
             self_check.find_faults(device)
     lines = []
     for device, status in kernel_status().items():
-        said = f"built, {status.path}" if status.built else f"not built: {status.reason}"
-        lines.append(f"{device}: {said}" + (f"; {status.cure}" if status.cure else ""))
+        state = f"built, {status.path}" if status.built else f"not built: {status.reason}"
+        lines.append(f"{device}: {state}" + (f"; {status.cure}" if status.cure else ""))
         for name, faults in self_check.read_faults(Path(status.path)).items() if status.path else ():
-            found = "and not used for some rules" if faults else "all rules agree"
-            lines.append(f"{device}: checked on {name}, {found}")
+            verdict = "and not used for some rules" if faults else "all rules agree"
+            lines.append(f"{device}: checked on {name}, {verdict}")
             lines += [f"{device}: not used for {rule}: {reason}" for rule, reason in faults.items()]
     return lines
 
 
 def hydra_yaml(arch: str) -> str:
     """A preset for fairseq-hydra-train, which knows no architectures. Raises ValueError for one without a dataclass."""
-    known = [name for name in PRESETS_OF_MODELS if name in MODEL_DATACLASS_REGISTRY]
-    models = {preset: name for name in known for preset in PRESETS_OF_MODELS[name]}
+    configurable = [name for name in PRESETS_OF_MODELS if name in MODEL_DATACLASS_REGISTRY]
+    models = {preset: name for name in configurable for preset in PRESETS_OF_MODELS[name]}
     if arch not in models:
         others = f"train others with fairseq-train; language models are {', '.join(sorted(models))}"
         raise ValueError(f"--hydra must be a language model for fairseq-hydra-train, got {arch!r}: {others}")
@@ -143,7 +143,7 @@ def hydra_yaml(arch: str) -> str:
         "task": {"_name": "language_modeling", "data": "???", "tokens_per_sample": 256, "sample_break_mode": "none"},
         "dataset": {"batch_size": "???"},
         "optimization": {"lr": [0.00025], "max_update": "???"},
-        "model": {"_name": models[arch], **{key: getattr(value, "value", value) for key, value in settings.items()}},
+        "model": {"_name": models[arch], **{key: word(value) for key, value in settings.items()}},
         "distributed_training": {"ddp_backend": "legacy_ddp"},  # adaptive_loss takes no other
         "criterion": {"_name": "adaptive_loss"},
         "optimizer": {"_name": "adam"},

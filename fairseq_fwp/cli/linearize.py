@@ -73,8 +73,8 @@ def read_attention(
     arch: str, command: argparse.ArgumentParser, args: argparse.Namespace
 ) -> tuple[Settings, Method] | None:
     """Return the options of the new attention and how it is made, None = none are given. Exits where they conflict."""
-    known = {name for options in ATTENTION_OPTIONS.values() for name in options}
-    options = {name: value for name, value in vars(args).items() if name in known}
+    of_attention = {name for options in ATTENTION_OPTIONS.values() for name in options}
+    options = {name: value for name, value in vars(args).items() if name in of_attention}
     method = Method(*(getattr(args, name) for name in Method._fields))
     if not options and method == Method():
         return None

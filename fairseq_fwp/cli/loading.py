@@ -8,7 +8,6 @@ import os
 import textwrap
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from fairseq import tasks, utils
 from fairseq.data import data_utils
@@ -21,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import fairseq_fwp
 from fairseq_fwp.evaluation import Text
-from fairseq_fwp.options import Settings
+from fairseq_fwp.options import Settings, setting
 from fairseq_fwp.pretrained.checkpoint import Checkpoint
 from fairseq_fwp.tasks import text as texts
 
@@ -145,7 +144,7 @@ def read_overrides(path: str, cfg: FairseqConfig, overrides: Settings) -> Settin
     return read
 
 
-def option_names(settings: Any) -> set[str]:
+def option_names(settings: DictConfig | Namespace | Settings) -> set[str]:
     """The names of all settings of a configuration at any depth, without the names of groups."""
     settings = OmegaConf.to_container(settings) if isinstance(settings, DictConfig) else settings
     settings = vars(settings) if isinstance(settings, Namespace) else settings
@@ -157,22 +156,22 @@ def option_names(settings: Any) -> set[str]:
 
 def architecture(cfg: FairseqConfig) -> str:
     """The name of the model's architecture."""
-    return getattr(cfg.model, "arch", None) or cfg.model._name
+    return setting(cfg.model, "arch", None) or cfg.model._name
 
 
 def check_kind(path: str, cfg: FairseqConfig) -> None:
     """Check that the model is a language model and that it and its task are registered; raise ValueError otherwise."""
     arch, task = architecture(cfg), cfg.task._name
     if arch not in ARCH_MODEL_REGISTRY or task not in tasks.TASK_REGISTRY:
-        asked = "give the plugin that has them as --user-dir"
-        raise ValueError(f"{path} needs the model {arch!r} and the task {task!r}: {asked}")
+        remedy = "give the plugin that has them as --user-dir"
+        raise ValueError(f"{path} needs the model {arch!r} and the task {task!r}: {remedy}")
     if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
         raise ValueError(f"the model in {path} must be a language model, got {arch!r}")
     # Our task reads this token only once, before the text.
-    if task != "fwp_language_modeling" and getattr(cfg.task, "add_bos_token", False):
+    if task != "fwp_language_modeling" and setting(cfg.task, "add_bos_token", False):
         expected = "without --add-bos-token or with --task fwp_language_modeling"
-        found = f"a model of the task {task} with this flag: fairseq-eval-lm can evaluate it"
-        raise ValueError(f"{path} must be trained {expected}, got {found}")
+        actual = f"a model of the task {task} with this flag: fairseq-eval-lm can evaluate it"
+        raise ValueError(f"{path} must be trained {expected}, got {actual}")
 
 
 def setup_task(cfg: FairseqConfig, data: str) -> FairseqTask:

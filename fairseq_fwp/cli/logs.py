@@ -51,11 +51,11 @@ class Run:
 
 def read_line(line: str) -> tuple[str, dict[str, float]]:
     """Return what a line is about, see `Entry`, and its numbers; "" and other numbers for any other line."""
-    if found := SAVED.search(line):
-        return "saved", {"num_updates": float(found[1]), "score": float(found[2])}
-    if found := JSON.search(line):
+    if match := SAVED.search(line):
+        return "saved", {"num_updates": float(match[1]), "score": float(match[2])}
+    if match := JSON.search(line):
         try:
-            entry = json.loads(found[0])
+            entry = json.loads(match[0])
         except ValueError:
             return "", {}
         prefix = next((prefix for prefix in ("valid_", "train_") if f"{prefix}num_updates" in entry), "")
@@ -84,12 +84,12 @@ def read_entries(log: str) -> Iterator[Entry]:
 
 def drop_repeated(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries without those that a resumed run did again, after its last checkpoint."""
-    kept: list[Entry] = []
+    history: list[Entry] = []
     for entry in entries:
-        while kept and kept[-1].update > entry.update:
-            kept.pop()
-        kept.append(entry)
-    return kept
+        while history and history[-1].update > entry.update:
+            history.pop()
+        history.append(entry)
+    return history
 
 
 def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
@@ -105,12 +105,12 @@ def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
         entry.numbers[scored_by] = entry.numbers["score"]
         if scored_by == "loss" and PLAIN_LOSS.search(log):
             entry.numbers["ppl"] = 2 ** entry.numbers["score"]
-    found: dict[str, dict[int, float]] = {about: {} for about in ("inner", "epoch", "valid", "saved")}
+    curves: dict[str, dict[int, float]] = {about: {} for about in ("inner", "epoch", "valid", "saved")}
     hours: dict[int, float] = {}
     for about, update, time, numbers in drop_repeated(entry for entry in entries if metric in entry.numbers):
-        found[about][update], hours[update] = numbers[metric], time
+        curves[about][update], hours[update] = numbers[metric], time
     # Means since the last line of training; a log with progress bars has only means of epochs.
-    run = Run(label, metric, found["inner"] or found["epoch"], found["valid"] or found["saved"])
+    run = Run(label, metric, curves["inner"] or curves["epoch"], curves["valid"] or curves["saved"])
     if not any(map(math.isfinite, run.valid.values())):
         raise ValueError(
             f"the log {path} must hold a validation {metric} that is a number, got none. It must be the log of a "

@@ -105,8 +105,8 @@ def draw_dpfp(path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = make_parser(__doc__)
-    add = made.add_argument
+    command = make_parser(__doc__)
+    add = command.add_argument
     add("logs", nargs="*", metavar="[LABEL=]LOG", help="a log, or its folder, whose name is the label if none is given")
     out = "a .png, .svg or .pdf (curves.png, dpfp.png with --dpfp, gain.png with --gain)"
     add("--out", type=Path, metavar="PICTURE", help=out)
@@ -119,18 +119,18 @@ def parser() -> argparse.ArgumentParser:
     block = "with --gain: blocks of N tokens are documents (by default a document begins at a heading as in WikiText)"
     add("--block", type=positive, metavar="N", help=block)
     add("--train", action="store_true", help="also draw the metric in training, dashed")
-    return made
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    made = parser()
-    args = made.parse_args(arguments)
+    command = parser()
+    args = command.parse_args(arguments)
     if [bool(args.logs), args.dpfp, bool(args.gain)].count(True) != 1:
-        made.error("give either logs of training, or --dpfp, or --gain")
+        command.error("give either logs of training, or --dpfp, or --gain")
     if not args.logs and (args.train or args.x != "updates" or args.y != "ppl"):
-        made.error("--train, --x and --y must be left out with --dpfp and --gain: they are for logs of training")
+        command.error("--train, --x and --y must be left out with --dpfp and --gain: they are for logs of training")
     if bool(args.gain) != bool(args.dictionary) or (args.block and not args.gain):
-        made.error("--gain needs --dictionary; --dictionary and --block need --gain")
+        command.error("--gain needs --dictionary; --dictionary and --block need --gain")
     out = args.out or Path("dpfp.png" if args.dpfp else "gain.png" if args.gain else "curves.png")
     with one_sentence("fwp-plot"):
         check_path(out)

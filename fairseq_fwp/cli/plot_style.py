@@ -3,9 +3,14 @@
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from fairseq_fwp.cli import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axis import XAxis, YAxis
+    from matplotlib.figure import Figure
 
 # One colour for each model or update rule, the same in all pictures. They are Okabe and Ito's, which colour-blind
 # readers can distinguish. fwm's is another: their yellow is too pale, and their light blue too close to delta's.
@@ -48,15 +53,15 @@ STYLE = {
 
 def colours(names: Iterable[str]) -> dict[str, str]:
     """Give each name the colour of the rule that it begins with, unless an earlier name has it, or an unused one."""
-    found = dict.fromkeys(names, "")
-    for name in found:
+    of_names = dict.fromkeys(names, "")
+    for name in of_names:
         own = colour_of(name.lower())
-        if own not in found.values():
-            found[name] = own
+        if own not in of_names.values():
+            of_names[name] = own
     palette = list(COLOURS.values())[::-1]  # names without a rule take delta's and sum's last
-    free = [colour for colour in palette if colour not in found.values()] or palette
-    others = [name for name, colour in found.items() if not colour]
-    return found | {name: free[i % len(free)] for i, name in enumerate(others)}
+    free = [colour for colour in palette if colour not in of_names.values()] or palette
+    others = [name for name, colour in of_names.items() if not colour]
+    return of_names | {name: free[i % len(free)] for i, name in enumerate(others)}
 
 
 def colour_of(name: str, default: str = "") -> str:
@@ -65,7 +70,7 @@ def colour_of(name: str, default: str = "") -> str:
     return COLOURS[max(rules, key=len)] if rules else default
 
 
-def load_pyplot() -> Any:
+def load_pyplot() -> ModuleType:
     """Return matplotlib.pyplot in the common style; ValueError where matplotlib is missing."""
     # fairseq turns on all debugging messages; matplotlib has hundreds.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
@@ -86,7 +91,7 @@ def check_path(path: Path) -> None:
         raise ValueError(f"a picture must be a {', '.join(FORMATS)} file in a folder that exists, got {path}.")
 
 
-def save(figure: Any, path: Path) -> None:
+def save(figure: "Figure", path: Path) -> None:
     """Write a figure in the format of its file name, completely or not at all, and close it."""
     check_path(path)
     # No date: the same picture is the same file.
@@ -97,7 +102,7 @@ def save(figure: Any, path: Path) -> None:
         load_pyplot().close(figure)
 
 
-def use_log_scale(axis: Any, ticks: Sequence[float] = ()) -> None:
+def use_log_scale(axis: "XAxis | YAxis", ticks: Sequence[float] = ()) -> None:
     """Make an axis (axes.xaxis or axes.yaxis) logarithmic, with plain numbers at `ticks` times the powers of ten.
 
     Call this after drawing. Without `ticks` there are three for each power of ten, or ten if the axis has only one.

@@ -37,15 +37,15 @@ def write(conversion: Conversion, out: Path) -> None:
     check_new(out)
     flags, task = command_line(conversion), make_task(conversion)
     cfg = configure(flags, out)
-    known = {KEY: fingerprints(task)}
+    of_words = {KEY: fingerprints(task)}
     saved = {
         "args": None,
         "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
         "model": build(conversion, cfg.model, task).state_dict(),
         "criterion": None,
         "optimizer_history": [{"optimizer_name": None, "lr_scheduler_state": {}, "num_updates": 0}],
-        "task_state": known,
-        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, **known},
+        "task_state": of_words,
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, **of_words},
         "last_optimizer_state": None,
     }
     with new_folder(out) as unfinished:
@@ -78,8 +78,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 def check_new(out: Path) -> None:
     """Raise ValueError unless the folder is new or empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        found = "holds files" if out.is_dir() else "is a file"
-        raise ValueError(f"--out must be a new or empty folder, got {out}, which {found}")
+        reason = "holds files" if out.is_dir() else "is a file"
+        raise ValueError(f"--out must be a new or empty folder, got {out}, which {reason}")
 
 
 def command_line(conversion: Conversion) -> list[str]:
@@ -134,8 +134,8 @@ def build_empty(
 ) -> BaseFairseqModel:
     """Return the model with its initial weights; see `build`."""
     if cfg is None:
-        args, known = parse(command_line(conversion), Path()), MODEL_DATACLASS_REGISTRY.get(conversion.arch)
-        cfg = OmegaConf.structured(known.from_namespace(args)) if known else args
+        args, config = parse(command_line(conversion), Path()), MODEL_DATACLASS_REGISTRY.get(conversion.arch)
+        cfg = OmegaConf.structured(config.from_namespace(args)) if config else args
     return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task or make_task(conversion))
 
 

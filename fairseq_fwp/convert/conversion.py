@@ -19,7 +19,7 @@ Words = list[str] | dict[str, list[str]]
 class Option(NamedTuple):
     """An option of the command, such as one of the source's training script. type: bool for a flag."""
 
-    type: Callable[[str], Any]
+    type: Callable[[str], object]
     help: str
     metavar: str = "X"
 
@@ -45,7 +45,7 @@ class Source(NamedTuple):
     options: by their names in the training script.
     read: path -> tensors, and the options saved with them.
     convert: (tensors, words, options) -> `Conversion`; it raises ValueError that names what cannot be represented.
-    words: (path, given) -> the vocabulary, from the given file or else from files next to the checkpoint.
+    words: (path, vocabulary) -> the words, from the file `vocabulary` or else from files next to the checkpoint.
     arch: the model whose attention can be converted.
     """
 
@@ -98,7 +98,7 @@ class Tensors(dict[str, Tensor]):
 
     def take_numbered(self, name: str) -> list[Tensor]:
         """Take all tensors of a name with numbers, see `numbered`; at least the first must be there."""
-        return [self.take(found) for found in self.numbered(name) or [name.format(0)]]
+        return [self.take(numbered) for numbered in self.numbered(name) or [name.format(0)]]
 
     def take_equal(self, name: str, expected: Tensor, option: str) -> None:
         """Take a tensor that is one parameter here with another. Raises ValueError about `option` if they differ."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from fairseq.data import Dictionary
@@ -25,7 +24,7 @@ from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, 
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
-from fairseq_fwp.options import Settings
+from fairseq_fwp.options import Settings, word
 from fairseq_fwp.patches.checkpoints import KEY
 from fairseq_fwp.pretrained import OF_TASK, read_ours
 from fairseq_fwp.pretrained.checkpoint import read as read_checkpoint
@@ -71,8 +70,8 @@ def read(
     """Return the weights of one of these models, and its settings with defaults. Raises ValueError for other files."""
     checkpoint = read_checkpoint(path)
     checkpoint.check_model(models)
-    known = {key: value for key, value in vars(defaults).items() if not str(value).startswith("${")} if defaults else {}
-    return checkpoint.weights, {**known, **checkpoint.options}
+    usual = {key: value for key, value in vars(defaults).items() if not str(value).startswith("${")} if defaults else {}
+    return checkpoint.weights, {**usual, **checkpoint.options}
 
 
 def without_marks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,18 +79,18 @@ def without_marks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not MARKS.fullmatch(name)}
 
 
-def check_vocabulary(tensors: Mapping[str, Tensor], words: int, side: str, said: str, asked: str) -> None:
+def check_vocabulary(tensors: Mapping[str, Tensor], words: int, side: str, name: str, source: str) -> None:
     """Check that the embeddings, if any, have a row for each word and each of fairseq's special symbols.
 
-    side: encoder or decoder; said, asked: words for the dictionary, and for what to give instead. Raises ValueError
+    side: encoder or decoder; name, source: words for the dictionary, and for what to give instead. Raises ValueError
     otherwise.
     """
     pattern = rf"{side}\.embed_tokens\.(embeddings\.\d+\.0\.)?weight"
-    sizes = [len(tensor) for name, tensor in tensors.items() if re.fullmatch(pattern, name)]
+    sizes = [len(tensor) for weight, tensor in tensors.items() if re.fullmatch(pattern, weight)]
     if sizes and sum(sizes) != words + len(Dictionary()):
         got = f"{words + len(Dictionary())} (with fairseq's special symbols)"
-        asked = f"give {asked} of its training with --vocabulary"
-        raise ValueError(f"{said} must have the {sum(sizes)} words of the checkpoint, got {got}: {asked}")
+        remedy = f"give {source} of its training with --vocabulary"
+        raise ValueError(f"{name} must have the {sum(sizes)} words of the checkpoint, got {got}: {remedy}")
 
 
 def with_same_words(conversion: Conversion, options: Options) -> Conversion:
@@ -186,16 +185,18 @@ def adaptive_flags(tensors: Tensors, options: Options, words: int) -> Settings:
 
 def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     arch = ARCH_MODEL_NAME_REGISTRY.get(options["arch"], options["arch"])
-    known = {name: value for name, value in asdict(ARCH_MODEL_REGISTRY[arch].config()).items() if name not in OF_TASK}
-    settings = {name: plain(value) for name in known if (value := options.get(name)) is not None}
-    flags = {name: value for name, value in settings.items() if value != known[name] and not name.startswith("_")}
+    defaults = {
+        name: value for name, value in asdict(ARCH_MODEL_REGISTRY[arch].config()).items() if name not in OF_TASK
+    }
+    settings = {name: plain(value) for name in defaults if (value := options.get(name)) is not None}
+    flags = {name: value for name, value in settings.items() if value != defaults[name] and not name.startswith("_")}
     flags |= {name: options.get(name) for name in OF_TASK}
     return with_same_words(Conversion(arch, flags, dict(tensors), words, []), options)
 
 
-def words_of_languages(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
-    """The words of every language that has a dict.LANGUAGE.txt in the given folder, or else next to the checkpoint."""
-    folder = given or checkpoint.parent
+def words_of_languages(checkpoint: Path, vocabulary: Path | None) -> dict[str, list[str]]:
+    """The words of every language that has a dict.LANGUAGE.txt in a folder, None = that of the checkpoint."""
+    folder = vocabulary or checkpoint.parent
     words = {path.name.split(".")[1]: read_words(path) for path in sorted(folder.glob("dict.*.txt"))}
     if not words:
         raise ValueError(f"{folder} must hold dict.LANGUAGE.txt: give the folder of the training with --vocabulary")
@@ -222,20 +223,20 @@ def needed_flags(settings: Settings) -> Settings:
     """Return the options that give these settings. Raises ValueError for one that has no flag of fairseq-train."""
     parser = ArgumentParser()
     FwpTransformerModel.add_args(parser)
-    known = vars(parser.parse_args([]))
+    flagged = vars(parser.parse_args([]))
     flags: Settings = {}
     for _ in range(2):  # options set others: the decoder's sizes default to the encoder's
         built = FwpTransformerModel.complete(flags)
-        flags |= {name: value for name, value in settings.items() if value != built[name] and name in known}
+        flags |= {name: value for name, value in settings.items() if value != built[name] and name in flagged}
     built = FwpTransformerModel.complete(flags)
     if lost := [name for name, value in settings.items() if value != built[name]]:
         raise ValueError(f"the checkpoint's {', '.join(lost)} cannot be converted: fairseq-train has no flag for it")
     return flags
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return an option as on the command line: an enumeration as its word, a list with commas."""
-    value = getattr(value, "value", value)
+    value = word(value)
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 

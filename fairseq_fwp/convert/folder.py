@@ -20,9 +20,11 @@ from fairseq_fwp.pretrained.dictionary import DICTIONARY
 from fairseq_fwp.pretrained.folder import CONFIG, WEIGHTS, read_config
 
 
-def numbers_of_tokens(name: str, sizes: Sequence[str], defaults: Settings, path: Path, given: Path | None) -> list[str]:
+def numbers_of_tokens(
+    name: str, sizes: Sequence[str], defaults: Settings, path: Path, vocabulary: Path | None
+) -> list[str]:
     """The words of the dictionary: the numbers of the tokens, in their order, and </s> for the end of a text."""
-    if given is not None:
+    if vocabulary is not None:
         raise ValueError(f"--vocabulary must be left out with {name}: its words are numbers of tokens")
     config = read_config(path, name, sizes, defaults)
     words = [str(number) for number in range(config["vocab_size"])]
@@ -43,8 +45,8 @@ def write_model(conversion: Conversion, out: Path) -> None:
     names = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name in names}
     flags = {name: value for name, value in conversion.flags.items() if value is not None}
-    known = {"vocab_size": len(dictionary), KEY: fingerprints(make_task(conversion))}
-    write(out, {"model_type": conversion.arch, **known, **flags}, tensors, dictionary)
+    of_words = {"vocab_size": len(dictionary), KEY: fingerprints(make_task(conversion))}
+    write(out, {"model_type": conversion.arch, **of_words, **flags}, tensors, dictionary)
 
 
 def write(out: Path, config: Settings, tensors: Mapping[str, Tensor], dictionary: Dictionary | None = None) -> None:

@@ -73,15 +73,15 @@ def arrange(words: list[str]) -> Vocabulary:
     return Vocabulary(others, torch.tensor(rows + [numbers[word] for word in others]))
 
 
-def given_words(checkpoint: Path, given: Path | None) -> list[str]:
+def given_words(checkpoint: Path, vocabulary: Path | None) -> list[str]:
     """Return the words of a checkpoint that does not hold them: the first word of each line of the given file."""
-    if given is None:
+    if vocabulary is None:
         raise ValueError(f"--vocabulary must be given: {checkpoint} does not hold its words")
     try:
-        lines = given.read_bytes().decode("utf-8").rstrip().split("\n")
+        lines = vocabulary.read_bytes().decode("utf-8").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the vocabulary {given} cannot be read: {error}") from error
+        raise ValueError(f"the vocabulary {vocabulary} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
-            raise ValueError(f"line {number} of the vocabulary {given} must hold a word, got an empty line")
+            raise ValueError(f"line {number} of the vocabulary {vocabulary} must hold a word, got an empty line")
     return [line.split()[0] for line in lines]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
+from torch._ops import OperatorBase
 from torch.onnx import ONNXProgram
 from torch.utils import _pytree as pytree
 
@@ -52,7 +53,7 @@ class Entry(NamedTuple):
 class _Reader(nn.Module):
     """Reads tokens after a state that is given, and returned, as separate tensors."""
 
-    def __init__(self, model: Any, state: Any) -> None:
+    def __init__(self, model: Any, state: object) -> None:
         super().__init__()
         self.model = model
         leaves, self.structure = pytree.tree_flatten(state)
@@ -64,7 +65,7 @@ class _Reader(nn.Module):
         log_probs, state = self.read(tokens, pytree.tree_unflatten(leaves, self.structure))
         return log_probs, *_tensors(state)
 
-    def read(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def read(self, tokens: Tensor, state: Any) -> tuple[Tensor, object]:
         x, state = self.model.step(tokens, _windows(self.model, state, _shrink), 0)
         return self.model.adaptive_softmax.get_log_prob(x, None), _windows(self.model, state, _fill)
 
@@ -85,12 +86,12 @@ def _windows(
 ) -> DecoderState:
     """Return the state of a decoder with the keys and values of its windows changed: change(attention, these)."""
 
-    def of_layer(attention: Attention, of_its_layer: Any) -> Any:
+    def of_layer(attention: Attention, of_its_layer: object) -> object:
         if not isinstance(attention, LocalAttention):
             return of_its_layer
         local = attention
 
-        def is_window(part: Any) -> bool:
+        def is_window(part: object) -> bool:
             return isinstance(part, _Window | KeyValueCache)
 
         return pytree.tree_map(lambda x: change(local, x) if is_window(x) else x, of_its_layer, is_leaf=is_window)
@@ -190,7 +191,7 @@ class _Translation(_Reader):
         super().__init__(model, start)
         self.start = start
 
-    def read(self, tokens: Tensor, state: _Translating) -> tuple[Tensor, Any]:
+    def read(self, tokens: Tensor, state: _Translating) -> tuple[Tensor, tuple[list[_OfAttention], Tensor]]:
         decoder, positions = self.model.decoder, state.positions.unsqueeze(1)
         x = decoder.embed_scale * decoder.embed_tokens(tokens)
         if decoder.project_in_dim is not None:
@@ -281,7 +282,7 @@ def translation_to_onnx(model: FwpTransformerModel) -> tuple[ONNXProgram, ONNXPr
         )
 
 
-def _entries(start: Any, after: Any) -> list[Entry]:
+def _entries(start: object, after: object) -> list[Entry]:
     """Describe the tensors of the state before the first token; after: the state after some."""
     pairs = zip(pytree.tree_flatten_with_path(start)[0], pytree.tree_leaves(after), strict=True)
     return [
@@ -299,7 +300,7 @@ class _OneToken(RuntimeError):
     """A rule has no operator for several tokens in ONNX."""
 
 
-def _tensors(state: Any) -> list[Tensor]:
+def _tensors(state: object) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(state) if x is not None]
 
 
@@ -307,7 +308,7 @@ _BATCH, _LENGTH, _SEEN, _SOURCE = map(torch.export.Dim, ("batch", "length", "see
 
 
 def _export(
-    reader: _Reader, tokens: Tensor, state: Any, entries: list[Entry], many: bool, memory: Sequence[Entry] = ()
+    reader: _Reader, tokens: Tensor, state: object, entries: list[Entry], many: bool, memory: Sequence[Entry] = ()
 ) -> ONNXProgram:
     """Return the graph of a reader; memory: what it is given and does not return, before the state."""
     sizes = [(entry, _SOURCE) for entry in memory] + [(entry, _SEEN) for entry in entries]
@@ -319,7 +320,7 @@ def _export(
 
 
 def _program(
-    module: nn.Module, inputs: tuple[Tensor, ...], shapes: Any, names: list[str], outputs: list[str]
+    module: nn.Module, inputs: tuple[Tensor, ...], shapes: tuple[object, ...], names: list[str], outputs: list[str]
 ) -> ONNXProgram:
     program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
     program = program.run_decompositions(_translations())
@@ -330,9 +331,9 @@ def _program(
     return graph
 
 
-def _translations() -> dict[Any, Callable[..., Any]]:
+def _translations() -> dict[OperatorBase, Callable[..., object]]:
     """Return what stands for our operators in a graph: an operator of ONNX Runtime, or the definition for one token."""
-    translations: dict[Any, Callable[..., Any]] = {
+    translations: dict[OperatorBase, Callable[..., object]] = {
         torch.ops.fwp.fast_weights.default: _linear_attention,
         torch.ops.fwp.causal_conv1d.default: convolution.definition,
         torch.ops.aten.argsort.stable: _argsort,

@@ -29,6 +29,7 @@ from fairseq_fwp.modules.attention.base import Attention, Heads, head_size
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, Division, SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, FeatureMap
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.options import setting
 
 Module = TypeVar("Module", bound=nn.Module)
 Part = TypeVar("Part")
@@ -162,7 +163,7 @@ def attention_name(cfg: AttentionOptions) -> str:
 
 def softmax_name(cfg: AttentionOptions) -> str:
     """Return the name in ATTENTIONS of softmax: over all past tokens, or within a window if the options have one."""
-    return SOFTMAX if getattr(cfg, "attention_window", None) is None else "local"
+    return SOFTMAX if setting(cfg, "attention_window", None) is None else "local"
 
 
 def rule_choices() -> list[str]:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Optional, cast
+from typing import NamedTuple, Optional, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -219,7 +219,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self,
         prev_output_tokens: Tensor,
         encoder_out: None = None,
-        incremental_state: dict[str, Any] | None = None,
+        incremental_state: Settings | None = None,
         features_only: bool = False,
         state: DecoderState | None = None,
         src_lengths: Tensor | None = None,
@@ -288,8 +288,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
             for index, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
                 if self.layer_positions is not None:
                     x = x + self.layer_positions[index](positions).to(x.dtype)
-                kept = last if index == len(self.layers) - 1 else None
-                x, layer_state = layer(x, state.layers[index] if state else None, mask, kept, first, shared)
+                outputs = last if index == len(self.layers) - 1 else None
+                x, layer_state = layer(x, state.layers[index] if state else None, mask, outputs, first, shared)
                 layer_states.append(layer_state)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
@@ -318,11 +318,11 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         """Longest sequence in training and scoring: --tokens-per-sample of the training run."""
         return self.max_target_positions
 
-    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
+    def reorder_incremental_state(self, incremental_state: Settings, new_order: Tensor) -> None:
         """Keep the rows new_order of the decoding state, as beam search selects them."""
-        kept = self.get_incremental_state(incremental_state, "state")
-        if kept is not None:
-            state, read = kept
+        decoded = self.get_incremental_state(incremental_state, "state")
+        if decoded is not None:
+            state, read = decoded
             self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
 
     def state_size(self, length: int, carried: bool = False) -> int:
@@ -364,6 +364,13 @@ def build_adaptive_softmax(
         return AdaptiveSoftmax(embed_tokens, cutoffs, biased=kind == "biased", tied=kind != "untied", dropout=dropout)
 
 
+@runtime_checkable
+class Initialized(Protocol):
+    """A module that draws its own initial values, as some attentions and feature maps do."""
+
+    def initialize(self) -> None: ...
+
+
 def initialize(module: nn.Module) -> None:
     """Draw N(0, 0.02) weights, zero biases and N(1, 0.02) gains of layer normalisation, or call `initialize()`."""
     if isinstance(module, nn.Linear | nn.Embedding):
@@ -376,6 +383,5 @@ def initialize(module: nn.Module) -> None:
     if isinstance(module, nn.LayerNorm):
         nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
         nn.init.zeros_(module.bias)
-    initialize_itself = getattr(module, "initialize", None)
-    if initialize_itself is not None:  # after its parts: `apply` visits them first
-        initialize_itself()
+    if isinstance(module, Initialized):  # after its parts: `apply` visits them first
+        module.initialize()

@@ -95,8 +95,8 @@ class FwpLanguageModel(LanguageModel):
     def max_decoder_positions(self) -> int:
         """Longest generation: learned positions have an end, other positions do not."""
         positions = self.decoder.embed_positions
-        known: int = super().max_decoder_positions()
-        return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else known
+        most: int = super().max_decoder_positions()
+        return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else most
 
 
 class FwpDecoder(LanguageModelDecoder):

@@ -8,7 +8,7 @@ with any update rule. Each can be fairseq's softmax attention instead.
 import re
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import TypeAlias
 
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import gen_parser_from_dataclass
@@ -143,7 +143,7 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         )
         return bool(self.encoder.readers)
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Settings]:
         """Run fairseq's forward pass; in training, first draw random feature maps again, once a mini-batch."""
         if not self.training:
             return super().forward(*args, **kwargs)
@@ -151,6 +151,10 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         # Batches repeat in every epoch, and so do their numbers of rows.
         with faster_linear(device=next(self.parameters()).device):
             return super().forward(*args, **kwargs)
+
+
+# What an encoder returns, by fairseq's names.
+EncoderOutput: TypeAlias = dict[str, list[Tensor | SourceMemory]]
 
 
 class FwpTransformerEncoder(TransformerEncoderBase):
@@ -165,7 +169,7 @@ class FwpTransformerEncoder(TransformerEncoderBase):
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
         return wrap(FwpEncoderLayer(cfg, return_fc=self.return_fc), cfg)
 
-    def forward_torchscript(self, net_input: dict[str, Tensor]) -> dict[str, list[Any]]:
+    def forward_torchscript(self, net_input: dict[str, Tensor]) -> EncoderOutput:
         out = super().forward_torchscript(net_input)
         if not self.readers:
             return out
@@ -173,7 +177,7 @@ class FwpTransformerEncoder(TransformerEncoderBase):
         memory = SourceMemory({reader: reader.summarize(source, padding) for reader in self.readers})
         return {name: [memory] if name == "encoder_out" else [] for name in out}
 
-    def reorder_encoder_out(self, encoder_out: dict[str, list[Any]], new_order: Tensor) -> dict[str, list[Any]]:
+    def reorder_encoder_out(self, encoder_out: EncoderOutput, new_order: Tensor) -> EncoderOutput:
         (first,) = encoder_out["encoder_out"]
         if isinstance(first, SourceMemory):
             return {**encoder_out, "encoder_out": [first.reorder(new_order)]}
@@ -190,7 +194,9 @@ class FwpTransformerDecoder(TransformerDecoderBase):
         """Return a mask (L, L) for softmax attention; None for fast weights, which cannot see the future."""
         return super().buffered_future_mask(tensor) if has_softmax(self.cfg) else None
 
-    def extract_features(self, *args: object, full_context_alignment: bool = False, **kwargs: object) -> Any:
+    def extract_features(
+        self, *args: object, full_context_alignment: bool = False, **kwargs: object
+    ) -> tuple[Tensor, Settings]:
         softmax = "--decoder-update-rule must be softmax for alignments with the full context"
         check(has_softmax(self.cfg) or not full_context_alignment, f"{softmax}, got a fast weight rule")
         return super().extract_features(*args, full_context_alignment=full_context_alignment, **kwargs)

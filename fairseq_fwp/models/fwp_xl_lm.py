@@ -5,7 +5,7 @@ A call of the decoder reads one segment. Its "state" holds the `mem_len` newest 
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from fairseq.data import Dictionary
@@ -74,12 +74,12 @@ class FwpXlLanguageModel(LanguageModel):
 
     def get_normalized_probs(self, *args: object, **kwargs: object) -> Tensor:
         """Return the decoder's. Raises ValueError in training with --half-loss: criterions would count all targets."""
-        what = "--criterion must be adaptive_loss with --half-loss"
+        needed = "--criterion must be adaptive_loss with --half-loss"
         counts_all = self.training and self.decoder.half_loss
-        check(not counts_all, f"{what}: it divides by the number of scored targets")
+        check(not counts_all, f"{needed}: it divides by the number of scored targets")
         return super().get_normalized_probs(*args, **kwargs)
 
-    def get_targets(self, sample: Sample, net_output: Any) -> Tensor:
+    def get_targets(self, sample: Sample, net_output: object) -> Tensor:
         """Return targets (B, L); with --half-loss in training, padding in the first half (Dai et al. 2019, Table 6)."""
         target = sample["target"]
         if not (self.training and self.decoder.half_loss):

@@ -3,23 +3,40 @@
 import copy
 import logging
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import BaseFairseqModel, FairseqLanguageModel
 from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from fairseq_fwp.checks import check
 from fairseq_fwp.models.decoder import LanguageModelDecoder
-from fairseq_fwp.options import Settings, as_given, plain
+from fairseq_fwp.options import Settings, as_given, plain, setting
 
 logger = logging.getLogger(__name__)
 
 # A recurrent model can generate texts of any length.
 MAX_GENERATED_POSITIONS = 10**6
+
+
+class Training(Protocol):
+    """The training of weights: its checkpoint, the model's options, and whether other options are wanted."""
+
+    path: str
+    options: Settings
+    overridden: bool
+
+
+@runtime_checkable
+class TrainedWeights(Protocol):
+    """Weights that know their training, as checkpoint_utils.load_checkpoint_to_cpu loads them."""
+
+    saved: Training
 
 
 class TrainedModel(BaseFairseqModel):
@@ -56,37 +73,43 @@ class TrainedModel(BaseFairseqModel):
         return saved
 
     @classmethod
-    def differences(cls, saved: Settings, given: Settings) -> dict[str, tuple[Any, Any]]:
-        """Return (saved value, given value) of differing options, without options that one of the two does not use."""
+    def differences(cls, saved: Settings, wanted: Settings) -> dict[str, tuple[object, object]]:
+        """Return (saved value, wanted value) of differing options, without options that one of the two does not use."""
         adopted = cls.adopt(saved)
-        before, after = cls.complete(adopted), cls.complete(given)
-        known = before.keys() if adopted is saved else before.keys() & adopted.keys()
+        before, after = cls.complete(adopted), cls.complete(wanted)
+        determined = before.keys() if adopted is saved else before.keys() & adopted.keys()
         ignored = {name for options in (before, after) for name in cls.unused_flags(Namespace(**options))}
         return {
             name: (before[name], after[name])
             for name in before
-            if name in known - ignored and before[name] != after[name] and not cls.same_function(name)
+            if name in determined - ignored and before[name] != after[name] and not cls.same_function(name)
         }
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, model_cfg: Any = None, args: Any = None) -> Any:
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Tensor],
+        strict: bool = True,
+        model_cfg: FairseqDataclass | None = None,
+        args: Namespace | None = None,
+    ) -> object:
         """Load weights; warn if they were trained with other options. Raises ValueError if those do not fit.
 
         The options are in the attribute `saved` of the weights, which checkpoint_utils.load_checkpoint_to_cpu sets.
         """
-        saved: Any = getattr(state_dict, "saved", None)
-        found = self.differences(saved.options, plain(model_cfg)) if saved and model_cfg else {}
-        theirs, ours = (", ".join(as_given(name, pair[side]) for name, pair in found.items()) for side in (0, 1))
+        saved = state_dict.saved if isinstance(state_dict, TrainedWeights) else None
+        changed = self.differences(saved.options, plain(model_cfg)) if saved and model_cfg else {}
+        theirs, ours = (", ".join(as_given(name, pair[side]) for name, pair in changed.items()) for side in (0, 1))
         try:
             loaded = super().load_state_dict(state_dict, strict, model_cfg, args)
         except RuntimeError:
-            if not found:
+            if not (saved and changed):
                 raise
-            asked = "--model-overrides asks for" if saved.overridden else "this model has"
+            wanted = "--model-overrides asks for" if saved.overridden else "this model has"
             raise ValueError(
-                f"{saved.path} holds a model with {theirs}, but {asked} {ours}, which its weights do not fit: give the "
-                "flags of the saved model, or another checkpoint"
+                f"{saved.path} holds a model with {theirs}, but {wanted} {ours}, which its weights do not fit: give "
+                "the flags of the saved model, or another checkpoint"
             ) from None
-        if found and not saved.overridden:
+        if saved and changed and not saved.overridden:
             logger.warning(
                 f"{saved.path} was trained with {theirs}, but is loaded with {ours}: its weights now compute another "
                 "function; if you do not want this, give the flags of its training"
@@ -113,14 +136,14 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
         cfg = fill_in_defaults(cfg, cls.config())
         words = len(task.target_dictionary)
         check(
-            words == len(getattr(task, "source_dictionary", task.target_dictionary)),
+            words == len(setting(task, "source_dictionary", task.target_dictionary)),
             f"--output-dictionary-size must be left out with this model, which predicts every word that it reads, got "
             f"{words}",
         )
         decoder = cls.build_decoder(cfg, task.target_dictionary)
         warn_of_unused(cls.unused_flags(cfg))
-        settings = getattr(task, "args", None)  # a conversion, which does not read segments, has none
-        if settings is not None and not getattr(settings, "carry_state", False):
+        settings = setting(task, "args", None)  # a conversion, which does not read segments, has none
+        if settings is not None and not setting(settings, "carry_state", False):
             for flag, instead in decoder.needs_state.items():
                 logger.warning(f"{flag} has no effect without --task fwp_language_modeling --carry-state: {instead}")
         return cls(decoder)
@@ -136,9 +159,9 @@ def warn_of_unused(flags: list[str]) -> None:
         logger.warning("--%s has no effect on the chosen attention", flag.replace("_", "-"))
 
 
-def fill_in_defaults(cfg: FairseqDataclass, known: FairseqDataclass) -> FairseqDataclass:
+def fill_in_defaults(cfg: FairseqDataclass, defaults: FairseqDataclass) -> FairseqDataclass:
     """Return the configuration with defaults for options that an earlier version's checkpoint does not have."""
-    missing = {option.name: getattr(known, option.name) for option in fields(known) if option.name not in cfg}
+    missing = {option.name: getattr(defaults, option.name) for option in fields(defaults) if option.name not in cfg}
     if not missing:
         return cfg
     completed = copy.deepcopy(cfg)

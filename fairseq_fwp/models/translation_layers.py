@@ -52,7 +52,7 @@ class SequenceAttention(LinearAttention):
         key_padding_mask: Mask = None,
         attn_mask: Mask = None,
         need_head_weights: bool = False,
-        **rest: object,
+        **others: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output (L, B, D), and weights (H, B, L, S) or None; key: the source (S, B, D) or its states."""
         sees_all = "linear attention, which sees the whole sequence except padding"
@@ -83,7 +83,7 @@ class CausalAttention(FairseqIncrementalDecoder):
         value: Tensor,
         key_padding_mask: Mask = None,
         incremental_state: IncrementalState = None,
-        **rest: object,
+        **others: object,
     ) -> tuple[Tensor, None]:
         """Return the output (L, B, D), and None for weights; query (L, B, D) is also key and value."""
         x = query.transpose(0, 1)

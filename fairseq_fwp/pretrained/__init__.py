@@ -56,9 +56,9 @@ def build(weights: dict[str, Tensor], settings: Settings, words: list[str]) -> L
     check_words(task, settings[KEY])
     kind = ARCH_MODEL_REGISTRY[settings["arch"]]
     options = OmegaConf.structured(kind.config)
-    known = {name: settings[name] for name in options if settings.get(name) is not None}
+    saved = {name: settings[name] for name in options if settings.get(name) is not None}
     try:
-        cfg = OmegaConf.merge(options, {**OF_TASK, **known})
+        cfg = OmegaConf.merge(options, {**OF_TASK, **saved})
     except OmegaConfBaseException as error:
         raise ValueError(f"the settings of the model cannot be read: {str(error).splitlines()[0]}") from error
     with torch.random.fork_rng(devices=[]):

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
@@ -83,8 +82,8 @@ class Checkpoint:
         try:
             checkpoint_utils._upgrade_state_dict(saved)
         except KeyError as error:
-            found = f"a file without {error}: {REMEDY}"
-            raise ValueError(f"{self.path} must be a checkpoint of fairseq, got {found}") from error
+            actual = f"a file without {error}: {REMEDY}"
+            raise ValueError(f"{self.path} must be a checkpoint of fairseq, got {actual}") from error
         except (TypeError, AttributeError) as error:
             raise ValueError(f"{self.path} must be a checkpoint of fairseq, got another file") from error
         saved["args"] = None  # checkpoints of an earlier fairseq have both, and it would read these again
@@ -138,7 +137,7 @@ def saved_settings(saved: Settings) -> Settings | None:
     return {**(cfg.get("task") or {}), **(vars(of_model) if isinstance(of_model, Namespace) else of_model)}
 
 
-def unpickle(path: Path, remedy: str) -> Any:
+def unpickle(path: Path, remedy: str) -> object:
     """Load what torch.save wrote. Raises ValueError unless it holds plain data; `remedy` tells the user what to do."""
     try:
         return torch.load(path, map_location="cpu")
@@ -166,15 +165,15 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def check_fit(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Raise ValueError naming weights that are missing, too many, of another shape or integers."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    known = {**parameters, **dict(model.named_buffers())}
+    tensors = {**parameters, **dict(model.named_buffers())}
     # A parameter that modules share has several names: one of them is enough.
     present = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
     faults = [f"{name} is missing" for name, parameter in model.named_parameters() if id(parameter) not in present]
     for name, weight in weights.items():
-        if name not in known:
+        if name not in tensors:
             faults.append(f"{name} is not a weight of this model")
-        elif known[name].shape != weight.shape:
-            faults.append(f"{name} must be {tuple(known[name].shape)}, got {tuple(weight.shape)}")
+        elif tensors[name].shape != weight.shape:
+            faults.append(f"{name} must be {tuple(tensors[name].shape)}, got {tuple(weight.shape)}")
         elif name in parameters and weight.dtype not in DTYPES:
             faults.append(f"{name} must be floating-point of 16 bits or more, got {weight.dtype}")
     if faults:

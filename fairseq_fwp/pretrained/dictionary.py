@@ -11,11 +11,11 @@ from fairseq_fwp.patches.checkpoints import other_words
 DICTIONARY = "dict.txt"
 
 
-def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
+def dictionary_words(checkpoint: Path, vocabulary: Path | None) -> list[str]:
     """Return the words of a checkpoint of fairseq: from the given dict.txt or folder, or else the one next to it."""
-    path = given or (checkpoint if checkpoint.is_dir() else checkpoint.parent)
+    path = vocabulary or (checkpoint if checkpoint.is_dir() else checkpoint.parent)
     path = path / DICTIONARY if path.is_dir() else path
-    if given is None and not path.exists():
+    if vocabulary is None and not path.exists():
         raise ValueError(f"{path} does not exist: give the dict.txt of the training with --vocabulary")
     return read_words(path)
 

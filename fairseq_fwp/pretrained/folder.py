@@ -22,8 +22,8 @@ def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor]
     name: of the model, for errors; sizes: settings that it must have.
     """
     if not path.is_dir():
-        found = "a file" if path.exists() else "nothing"
-        raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of {name}, got {found}")
+        actual = "a file" if path.exists() else "nothing"
+        raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of {name}, got {actual}")
     config, files, places = read_config(path, name, sizes), {WEIGHTS}, dict[str, str]()
     if (path / INDEX).exists():
         names = read_json(path / INDEX).get("weight_map")

@@ -129,9 +129,9 @@ def mqar(generator: Generator, setting: Setting) -> Sequence:
     length, pairs, symbols = setting
     keys = generator.permutation(symbols)[:pairs]
     values = symbols + generator.integers(symbols, size=pairs)
-    asked = generator.integers(pairs, size=length - 2 * pairs)
-    sequence = np.concatenate([np.stack([keys, values], axis=1).ravel(), keys[asked]])
-    return sequence, np.concatenate([np.full(2 * pairs, NOT_ASKED), values[asked]])
+    queries = generator.integers(pairs, size=length - 2 * pairs)
+    sequence = np.concatenate([np.stack([keys, values], axis=1).ravel(), keys[queries]])
+    return sequence, np.concatenate([np.full(2 * pairs, NOT_ASKED), values[queries]])
 
 
 PROBLEMS = {"parity": parity, "s3": s3, "mqar": mqar}

@@ -27,7 +27,7 @@ class GeneratedTask(FairseqTask):
     smallest: ClassVar[dict[str, int]]
 
     @classmethod
-    def setup_task(cls, cfg: Any, **kwargs: object) -> "GeneratedTask":
+    def setup_task(cls, cfg: FairseqDataclass, **kwargs: object) -> "GeneratedTask":
         """Set up the task. Raises ValueError for settings that define no sequence."""
         for name, smallest in cls.smallest.items():
             value = getattr(cfg, name)
@@ -172,7 +172,7 @@ class FwpAssociativeRetrievalTask(GeneratedTask):
             if split != "train":
                 dataset.set_epoch(epoch)
 
-    def post_validate(self, model: BaseFairseqModel, stats: Settings, agg: Any) -> None:
+    def post_validate(self, model: BaseFairseqModel, stats: Settings, agg: object) -> None:
         """Record the loss of an evaluation; the first of several subsets counts, as for the best checkpoint.
 
         Evaluations in mid-epoch, because of an interruption, do not count: they would change when training ends.
@@ -253,8 +253,8 @@ class FwpSequenceProblemsTask(GeneratedTask):
     smallest: ClassVar = dict.fromkeys(
         ["length", "valid_length", "pairs", "symbols", "train_sequences", "valid_sequences", "double_pairs_every"], 1
     )
-    source_dictionary: Any = None  # attributes, where fairseq has properties
-    target_dictionary: Any = None
+    source_dictionary: Dictionary | None = None  # attributes, where fairseq has properties
+    target_dictionary: Dictionary | None = None
 
     def __init__(self, cfg: FwpSequenceProblemsConfig) -> None:
         super().__init__(cfg)
