@@ -55,7 +55,7 @@ class Memory:
 
         values = [gate.at_padding for gate in self.rule.gates]
         pairs = zip(gates, values, strict=True)
-        k = k.masked_fill(padding.view(len(padding), 1, -1, *[1] * (k.dim() - 3)), 0)
+        k = k.masked_fill(padding.view(padding.shape[0], 1, -1, *[1] * (k.dim() - 3)), 0)
         return k, [gate if value is None else fill(gate, value) for gate, value in pairs]
 
     def read(
