@@ -14,10 +14,9 @@ from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from fairseq.data import Dictionary
-
 from fairseq_fwp.cli import write_whole
 from fairseq_fwp.cli.plot_style import load_pyplot, save
+from fairseq_fwp.pretrained.dictionary import read_dictionary
 
 END = "</s>"  # of a line
 # The lowest value of each group. Clark et al. give no numbers for theirs.
@@ -60,6 +59,16 @@ class Sums(NamedTuple):
 
 def read_scores(path: Path) -> Iterator[tuple[str, float]]:
     """Yield the tokens of a text, with their log-probabilities. Raises ValueError for a file of another kind."""
+    try:
+        yield from read_rows(path)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} must be a table that fwp-eval-lm --scores wrote, got another file ({error})."
+        ) from error
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, float]]:
+    """Yield the same; a file that is no text at all raises csv.Error or UnicodeDecodeError."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         if next(rows, None) != ["position", "token", "log_prob"]:
@@ -69,6 +78,8 @@ def read_scores(path: Path) -> Iterator[tuple[str, float]]:
                 token, log_prob = row[1], float(row[2])
             except (IndexError, ValueError):
                 raise ValueError(f"{path}, line {number}: it must have a token and a number, got {row}.") from None
+            if not math.isfinite(log_prob):
+                raise ValueError(f"{path}, line {number}: the log-probability must be finite, got {log_prob}.")
             yield token, log_prob
 
 
@@ -115,9 +126,16 @@ def draw_gain(base: Path, model: Path, dictionary: Path, block: int | None, out:
 
     dictionary: fairseq's, with the counts of the training text. Raises ValueError if the files do not fit together.
     """
-    words = Dictionary.load(str(dictionary))
+    table_path = out.with_suffix(".csv")
+    if table_path.resolve() in (base.resolve(), model.resolve()):
+        raise ValueError(f"--out must have another name, because {table_path} is read: its numbers would replace it.")
+    words = read_dictionary(dictionary)
     counts = dict(zip(words.symbols[words.nspecial :], words.count[words.nspecial :], strict=True))
     gains = group(compare(base, model, block), counts)
+    if all(sums.tokens < 2 for groups in gains.values() for sums in groups):
+        raise ValueError(
+            f"{base} and {model} must score two tokens or more of a group, got fewer: score a longer text."
+        )
     figure, axes = load_pyplot().subplots(1, len(gains), figsize=(12, 4), sharey=True)
     text = io.StringIO()
     table = csv.writer(text)
@@ -135,4 +153,4 @@ def draw_gain(base: Path, model: Path, dictionary: Path, block: int | None, out:
     axes[0].set_ylabel("gain in log-probability (nats per token)")
     figure.suptitle("Gain over the base model, by tokens; mean and its 95 % interval")
     save(figure, out)
-    write_whole(out.with_suffix(".csv"), lambda file: file.write_text(text.getvalue(), encoding="utf-8", newline=""))
+    write_whole(table_path, lambda file: file.write_text(text.getvalue(), encoding="utf-8", newline=""))

@@ -61,7 +61,8 @@ class Checkpoint:
         if self.model_name not in models:
             expected = " or ".join(models)
             raise ValueError(
-                f"the architecture in {self.path} must be {expected}, got {self.arch!r}: choose another --source"
+                f"the architecture in {self.path} must be {expected}, got {self.arch!r}: fwp-convert --help lists the "
+                "--source of other models"
             )
 
     @property
@@ -134,7 +135,15 @@ def saved_settings(saved: Settings) -> Settings | None:
         return vars(args)
     if not isinstance(cfg, dict) or not isinstance(of_model := cfg.get("model"), dict | Namespace):
         return args if isinstance(args, dict) else None
-    return {**(cfg.get("task") or {}), **(vars(of_model) if isinstance(of_model, Namespace) else of_model)}
+    of_task = cfg.get("task") or {}
+    if not isinstance(of_task, dict | Namespace):
+        return None
+    return {name: value for group in (of_task, of_model) for name, value in settings_of(group).items()}
+
+
+def settings_of(group: Settings | Namespace) -> Settings:
+    """Return the settings of a group, which old versions keep as a namespace."""
+    return vars(group) if isinstance(group, Namespace) else group
 
 
 def unpickle(path: Path, remedy: str) -> object:
@@ -143,7 +152,7 @@ def unpickle(path: Path, remedy: str) -> object:
         return torch.load(path, map_location="cpu")
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
+    except Exception as error:  # a damaged pickle may raise anything
         if isinstance(error, pickle.UnpicklingError) and re.search("global", str(error), re.IGNORECASE):
             code = "pickled objects, which could run any code, next to its weights"
             raise ValueError(f"{path} holds {code}: {remedy}") from error

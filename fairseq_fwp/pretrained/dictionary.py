@@ -9,6 +9,7 @@ from fairseq.data import Dictionary
 from fairseq_fwp.patches.checkpoints import other_words
 
 DICTIONARY = "dict.txt"
+REMEDY = "give the dict.txt of the training, with --vocabulary, or as dictionary in Python and in --model_args"
 
 
 def dictionary_words(checkpoint: Path, vocabulary: Path | None) -> list[str]:
@@ -16,18 +17,23 @@ def dictionary_words(checkpoint: Path, vocabulary: Path | None) -> list[str]:
     path = vocabulary or (checkpoint if checkpoint.is_dir() else checkpoint.parent)
     path = path / DICTIONARY if path.is_dir() else path
     if vocabulary is None and not path.exists():
-        raise ValueError(f"{path} does not exist: give the dict.txt of the training with --vocabulary")
+        raise ValueError(f"{path} does not exist: {REMEDY}")
     return read_words(path)
 
 
 def read_words(path: Path) -> list[str]:
     """Return the words of fairseq's dict.txt, without its specials. Raises ValueError for any other file."""
-    try:
-        dictionary = Dictionary.load(str(path))
-    except Exception as error:  # fairseq raises a plain Exception for another encoding
-        raise ValueError(f"the dictionary {path} cannot be read: {' '.join(str(error).split())}") from error
+    dictionary = read_dictionary(path)
     words: list[str] = dictionary.symbols[dictionary.nspecial :]
     return words
+
+
+def read_dictionary(path: Path) -> Dictionary:
+    """Return fairseq's dictionary of a dict.txt, with its counts. Raises ValueError for any other file."""
+    try:
+        return Dictionary.load(str(path))
+    except Exception as error:  # fairseq raises a plain Exception for another encoding
+        raise ValueError(f"the dictionary {path} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def make_dictionary(words: Iterable[str]) -> Dictionary:
@@ -41,4 +47,4 @@ def make_dictionary(words: Iterable[str]) -> Dictionary:
 def check_words(task: Namespace, fingerprints: dict[str, str]) -> None:
     """Raise ValueError if a checkpoint tells that its training had other words than the dictionaries of a task."""
     if difference := other_words(task, fingerprints):
-        raise ValueError(f"the vocabulary must be {difference}: give the dict.txt of the training with --vocabulary")
+        raise ValueError(f"the vocabulary must be {difference}: {REMEDY}")

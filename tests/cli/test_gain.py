@@ -81,13 +81,29 @@ REFUSALS = [
         "position\ttoken\tlog_prob\n0\t=\tx\n",
         r"model\.tsv, line 2: it must have a token and a number, got \['0', '=', 'x'\]",
     ),
+    ("model.tsv", "position\ttoken\tlog_prob\n0\t=\tnan\n", r"line 2: the log-probability must be finite, got nan"),
+    ("dict.txt", "\udcff 1\n", r"the dictionary .*dict\.txt cannot be read: Incorrect encoding"),
+    ("model.tsv", "\udcff", r"model\.tsv must be a table .*, got another file \('utf-8' codec"),
 ]
 
 
 @looped("name, text, says", REFUSALS)
 def test_refusals(tmp_path, name, text, says):
     write_scores(tmp_path)
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="utf-8", errors="surrogateescape")
     words = ["--gain", tmp_path / "base.tsv", tmp_path / "model.tsv", "--dictionary", tmp_path / "dict.txt"]
     refused(plot.main, *words, "--out", tmp_path / "gain.png", says=says)
+    assert not list(tmp_path.glob("gain.*"))
+
+
+def test_a_picture_that_would_replace_or_show_nothing_is_refused(tmp_path):
+    base, model = write_scores(tmp_path)
+    scores = model.rename(tmp_path / "gain.csv")
+    before = scores.read_bytes()
+    flags = ["--dictionary", tmp_path / "dict.txt", "--out", tmp_path / "gain.png"]
+    refused(plot.main, "--gain", base, scores, *flags, says=r"gain\.csv is read: its numbers would replace it")
+    assert scores.read_bytes() == before
+    scores.unlink()
+    base.write_text("position\ttoken\tlog_prob\n0\ta\t-1\n")
+    refused(plot.main, "--gain", base, base, *flags, says="must score two tokens or more of a group, got fewer")
     assert not list(tmp_path.glob("gain.*"))

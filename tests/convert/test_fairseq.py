@@ -166,7 +166,7 @@ def test_the_dictionary_of_another_model(checkpoint, tmp_path):
     says = r"the dictionary .*dict\.txt cannot be read: Incorrect encoding"
     checkpoint.refuses(says)
     own.unlink()
-    says = r"dict\.txt does not exist: give the dict\.txt of the training with --vocabulary"
+    says = r"dict\.txt does not exist: give the dict\.txt of the training, with --vocabulary, or as dictionary"
     checkpoint.refuses(says)
 
 
@@ -176,7 +176,15 @@ def test_files_that_are_no_checkpoints(checkpoint):
         ({"model": {"a": torch.ones(1)}}, "got a file without the settings of its model"),
         ({"model": {"a": torch.ones(1)}, "cfg": [1]}, "got a file without the settings of its model"),
         ({"model": {"a": 1}}, "got a model with objects that are not tensors"),
+        ({"model": {}, "cfg": {"model": {}, "task": 3}}, "got a file without the settings of its model"),
         ({"model": {}, "args": re.compile("x")}, "holds pickled objects, .*: export what is needed with: python"),
     ):
         torch.save(saved, checkpoint.path)
         checkpoint.refuses(says)
+
+
+def test_damaged_pickles(checkpoint):
+    """The unpickler raises IndexError for these, and other errors for others."""
+    for damaged in (b"\x80\x09abc", b"\x80\x02}q\x00(X\x05\x00\x00\x00modelq"):
+        checkpoint.path.write_bytes(damaged)
+        checkpoint.refuses("must be a complete checkpoint, got a truncated or different file")

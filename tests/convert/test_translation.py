@@ -222,7 +222,7 @@ def test_files_that_do_not_fit(saved):
     folder, known = saved.path.parent, saved.languages
     saved.settings.arch = "transformer_lm"
     saved.save()
-    saved.refuses(r"must be transformer or fwp_transformer, got .*: choose another --source")
+    saved.refuses(r"must be transformer or fwp_transformer, got .*: fwp-convert --help lists")
     saved.settings.arch, saved.languages = "transformer", known | dict.fromkeys(("source_lang", "target_lang"))
     saved.save()
     saved.refuses("does not name its languages: give --source_lang, one of de, en")
