@@ -46,6 +46,13 @@ class Gate:
     learned: Callable[[int, int], nn.Module] | None = None
     doubles: bool = False
 
+    def __post_init__(self) -> None:
+        for option, size in (("size", self.size), ("rank", self.rank)):
+            is_size = size is None or size in ("Dk", "Dv") or type(size) is int
+            check(
+                is_size, f"the {option} of the gate {self.name!r} must be 'Dk', 'Dv', an integer or None, got {size!r}"
+            )
+
     def width(self, key_dim: int, value_dim: int) -> int:
         """Return how many numbers a head's gate has, for Dk and Dv."""
         return 1 if self.size is None else resolve(self.size, key_dim, value_dim)
@@ -246,6 +253,9 @@ def find_rule(name: str) -> UpdateRule:
     check(isinstance(rule, UpdateRule), f"{where} must be an UpdateRule, got {type(rule).__name__}")
     are_gates = isinstance(rule.gates, tuple) and all(isinstance(gate, Gate) for gate in rule.gates)
     check(are_gates, f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
+    check(callable(rule.operator), f"{where}: operator must be an ops.Rule or a function, got {rule.operator!r}")
+    is_normaliser = rule.normaliser is None or isinstance(rule.normaliser, Normaliser)
+    check(is_normaliser, f"{where}: normaliser must be a Normaliser or None, got {rule.normaliser!r}")
     names, operator = [gate.name for gate in rule.gates], rule.operator
     if isinstance(operator, ops.Rule) and names != [*operator.gates]:
         raise ValueError(

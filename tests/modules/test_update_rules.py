@@ -114,6 +114,8 @@ REFUSED = [
     (UpdateRule(LEAKY), "gates must be those of leaky_rule, in their order: keep, got none"),
     (UpdateRule(LEAKY, (Gate("kept"),)), "gates must be those of leaky_rule, in their order: keep, got kept"),
     (UpdateRule(ops.delta_rule), "gates must be those of delta_rule, in their order: beta, got none"),
+    (UpdateRule("leaky"), "operator must be an ops.Rule or a function, got 'leaky'"),
+    (UpdateRule(LEAKY, (Gate("keep"),), True), "normaliser must be a Normaliser or None, got True"),
 ]
 
 
@@ -122,3 +124,9 @@ def test_an_entry_of_the_table_that_cannot_be_a_layer_is_refused(monkeypatch, en
     monkeypatch.setitem(UPDATE_RULES, "leaky", entry)
     with pytest.raises(ValueError, match=rf"UPDATE_RULES\['leaky'\].*{message}"):
         build("leaky")
+
+
+def test_a_gate_of_no_size_is_refused():
+    for option, size in (("size", "dk"), ("size", lambda dk, dv: dk), ("rank", "Dx"), ("rank", 1.5)):
+        with pytest.raises(ValueError, match=f"the {option} of the gate 'keep' must be 'Dk', 'Dv', an integer or None"):
+            Gate("keep", **{option: size})

@@ -90,6 +90,11 @@ def test_a_rule_says_what_is_wrong_with_its_form():
     ):
         with pytest.raises(ValueError, match=message):
             ops.Rule(name, leaky, gates)
+    for step in (None, 3, "leaky"):
+        with pytest.raises(ValueError, match="leaky: step must be a function of the memory and a token, got "):
+            ops.Rule("leaky", step, KEEP)
+    with pytest.raises(ValueError, match="must be an identifier such as my_rule, got None"):
+        ops.Rule(None, leaky, KEEP)
 
 
 def test_rules_of_one_name_stay_what_they_are():
