@@ -68,7 +68,7 @@ def read_scores(path: Path) -> Iterator[tuple[str, float]]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, float]]:
-    """Yield the same; a file that is no text at all raises csv.Error or UnicodeDecodeError."""
+    """Yield the same; a file that is not text raises csv.Error or UnicodeDecodeError."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         if next(rows, None) != ["position", "token", "log_prob"]:
