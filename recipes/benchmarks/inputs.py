@@ -11,7 +11,6 @@ import torch
 from torch.nn.functional import normalize
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.onednn import OneDnnLinear
 from fairseq_fwp.ops.arguments import PER_KEY, PER_TOKEN
 from fairseq_fwp.ops.rules import RULES
 
@@ -124,6 +123,8 @@ def training(function, form, shape, dtype=torch.float32, device="cpu"):
 
 def products(size):
     """Return {name: call} of torch's two products of square matrices; the faster one depends on the processor."""
+    from fairseq_fwp.modules.onednn import OneDnnLinear  # an earlier version, which before.py runs, has it elsewhere
+
     matrix = torch.randn(size, size)
 
     @torch.no_grad()
