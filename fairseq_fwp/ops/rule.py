@@ -196,7 +196,7 @@ class Rule:
     def _check_form(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ValueError(f"the name of a rule must be an identifier such as my_rule, got {self.name!r}")
-        if not hasattr(self.step, "__module__") or not callable(self.step):
+        if not callable(self.step):
             raise ValueError(f"{self.name}: step must be a function of the memory and a token, got {self.step!r}")
         if not isinstance(self.gates, Mapping):
             raise ValueError(f"{self.name}: gates must be a mapping of names to shapes, got {self.gates!r}")
