@@ -223,12 +223,7 @@ def build_normalizations(options: type, cfg: MemoryOptions, kind: Kind[Module]) 
 def build_division(options: type, cfg: MemoryOptions, name: str = "division") -> Division:
     """Return the normalisation of that name."""
     make, arguments = NORMALIZATIONS[name]
-    of_model = {option.name for option in fields(options)}
-    table = {
-        argument: option
-        for option, argument in arguments.items()
-        if option in of_model and getattr(cfg, option) is not None
-    }
+    table = {argument: option for option, argument in arguments.items() if setting(cfg, option, None) is not None}
     return construct(make, options, cfg, table)
 
 

@@ -33,15 +33,15 @@ def autocast_on_a_cpu(train_step, self, sample, model, criterion, optimizer, *ar
 
     Parameters, gradients and the optimizer stay in float32.
     """
+    from fairseq.optim.amp_optimizer import AMPOptimizer  # only after the patches, without which it may fail
+
+    if not isinstance(optimizer, AMPOptimizer) or next(model.parameters()).device.type != "cpu":
+        return train_step(self, sample, model, criterion, optimizer, *args, **kwargs)
 
     def loss_in_bfloat16(model, sample):
         with torch.autocast("cpu", torch.bfloat16):
             return criterion(model, sample)
 
-    from fairseq.optim.amp_optimizer import AMPOptimizer  # only after the patches, without which it may fail
-
-    if not isinstance(optimizer, AMPOptimizer) or next(model.parameters()).device.type != "cpu":
-        return train_step(self, sample, model, criterion, optimizer, *args, **kwargs)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "CUDA is not available")  # fairseq asks for autocast on a GPU
         return train_step(self, sample, model, loss_in_bfloat16, optimizer, *args, **kwargs)
