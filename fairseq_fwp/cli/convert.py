@@ -14,7 +14,8 @@ CHECKPOINT and FILE depend on the source:
                 FILE: the vocabulary in the order of training, one word a line (there: corpus.vocab.idx2sym)
     fairseq-lm  a checkpoint of fairseq's transformer_lm; FILE: its dict.txt or data folder, if it is not next to it
     fwp-lm      a checkpoint of this plugin, or a folder of --to safetensors; FILE: as for fairseq-lm
-    gpt2        a folder with config.json and model.safetensors
+    gpt2        a folder with config.json, and model.safetensors or pytorch_model.bin; FILE: names of the tokens, one a
+                line, if the folder has no vocab.txt. --line-start: its texts are lines; see docs/conversion.md
     fla         the same of flash-linear-attention's DeltaNet, Gated DeltaNet, Kimi Delta Attention or RWKV-7
     fairseq-mt  a translation model of fairseq's transformer, or of this plugin with softmax; FILE: the folder with
                 both dict.LANGUAGE.txt
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     words = "a vocabulary of one word a line, a dict.txt, or a folder of dictionaries"
     add("--vocabulary", type=Path, metavar="FILE", help=words)
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the results")
-    group = command.add_argument_group("options of the training script")
+    group = command.add_argument_group("options of the source")
     for name, (kind, text, metavar) in OPTIONS.items():
         if kind is bool:  # None if it is not given
             group.add_argument(f"--{name}", action="store_true", default=None, help=text)
@@ -72,9 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = parser()
     args = command.parse_args(arguments)
     source = SOURCES[args.source]
-    options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
-    for name in options.keys() - source.options.keys():
-        command.error(f"--{name} cannot be used with --source {args.source}: leave it out")
+    named = {name: getattr(args, name.replace("-", "_")) for name in OPTIONS}
+    options = {name.replace("-", "_"): value for name, value in named.items() if value is not None}
+    for name, value in named.items():
+        if value is not None and name not in source.options:
+            command.error(f"--{name} cannot be used with --source {args.source}: leave it out")
     attention = read_attention(source.arch, command, args)
     with one_sentence("fwp-convert"):
         tensors, saved = source.read(args.checkpoint)

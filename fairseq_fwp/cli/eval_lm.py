@@ -4,6 +4,7 @@
     fwp-eval-lm DATA --path checkpoint_best.pt --stride 32            # nearly the same, with 1/32 of the passes
     fwp-eval-lm DATA --path checkpoint_best.pt --context-window 0     # blocks, as in fairseq-eval-lm
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state          # the text once, with a carried state
+    fwp-eval-lm DATA --path checkpoint_best.pt --line-start word      # each line by itself, from its first word on
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --dynamic sgd --dynamic-lr 0.1  # the model learns too
 
 The sliding window is that of Schlag et al. 2021, Sec. 6.3, Table 2 and Al-Rfou et al. 2019. Carried state is that of
@@ -11,6 +12,7 @@ Schlag et al. 2021, Table 4. Mao 2022, Table 3 has `--tokens-per-sample 512` wit
 fairseq, the text is one stream, and the model reads the end of a line before the first token. So every token is scored.
 The settings of the model and the task are those of the checkpoint. --dynamic is the dynamic evaluation of Krause et al.
 2018 and 2019. rms is the rule of the papers; rms-sum is that of their code for Transformer-XL, with the values there.
+A model of --task fwp_lines is evaluated as it was trained, by lines.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import logging
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from fairseq.data import Dictionary
@@ -32,9 +35,11 @@ from fairseq_fwp.cli.loading import load_text, non_negative, positive
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
 from fairseq_fwp.evaluation.dynamic import KINDS
 from fairseq_fwp.evaluation.windows import Window
+from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.decoder import LanguageModelDecoder
-from fairseq_fwp.options import Settings, setting
+from fairseq_fwp.options import Settings, setting, word
 from fairseq_fwp.pretrained import read
+from fairseq_fwp.tasks.lines import END, STARTS, WORD
 from fairseq_fwp.tasks.text import BLANK_LINE
 
 logger = logging.getLogger(__name__)
@@ -47,6 +52,11 @@ FLAGS = {
     "max_target_positions": "--model-overrides \"{'max_target_positions': N}\"",
 }
 
+BY_LINES = {
+    END: "each line by itself, all of it scored",
+    WORD: "each line by itself, scored after its first word",
+}
+
 
 def summarize(args: Namespace, model: FairseqLanguageModel, characters: int | None, scores: Scores) -> Settings:
     """Return what was evaluated and its result, as --json writes them; None for an unknown number."""
@@ -54,7 +64,7 @@ def summarize(args: Namespace, model: FairseqLanguageModel, characters: int | No
     return {
         "path": args.path,
         "subset": args.gen_subset,
-        "protocol": str(scores.protocol) + (f", reset after {args.reset_after}" if args.reset_after else ""),
+        "protocol": describe(args, scores.protocol),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state_size": scores.state_size,
         "tokens": tokens,
@@ -65,6 +75,13 @@ def summarize(args: Namespace, model: FairseqLanguageModel, characters: int | No
         "perplexity": scores.perplexity,
         "bits_per_character": scores.bits * tokens / characters if characters else None,
     }
+
+
+def describe(args: Namespace, protocol: Protocol) -> str:
+    """Return the protocol in words."""
+    if args.line_start is not None:
+        return BY_LINES[args.line_start] + (f", {protocol.dynamic}" if protocol.dynamic else "")
+    return str(protocol) + (f", reset after {args.reset_after}" if args.reset_after else "")
 
 
 def report(summary: Settings) -> list[str]:
@@ -98,9 +115,15 @@ def read_protocol(args: Namespace, model: FairseqLanguageModel, task: FairseqTas
     options = {"lr": args.dynamic_lr, "decay": args.dynamic_decay, "epsilon": args.dynamic_epsilon}
     options = {name: value for name, value in options.items() if value is not None}
     rule = DynamicRule(kind=args.dynamic, windows=args.dynamic_statistics, **options) if args.dynamic else None
-    if args.context_window is None and args.stride > window:
-        raise ValueError(f"--stride must be at most {window}, the length of a window, got {args.stride}")
-    context = window - args.stride if args.context_window is None else args.context_window
+    if args.line_start is not None:
+        for name in ("stride", "context_window", "carry_state", "reset_after"):
+            if getattr(args, name) not in (None, False):
+                raise ValueError(f"{flag(name)} must be left out where each line is read by itself (--line-start)")
+        return Protocol(window, 0, False, rule)
+    stride = args.stride or 1
+    if args.context_window is None and stride > window:
+        raise ValueError(f"--stride must be at most {window}, the length of a window, got {stride}")
+    context = window - stride if args.context_window is None else args.context_window
     separator = setting(task, "reset_state_after", None)
     if args.carry_state and separator and separator != args.reset_after:
         remedy = f"pass --reset-after {separator}, or leave out --carry-state"
@@ -114,20 +137,24 @@ def run(args: Namespace) -> None:
     checkpoint = read(args.path)
     model, task = loading.load_model(checkpoint, args.data, args.model_overrides)
     cfg = checkpoint.cfg
+    args.line_start = args.line_start or word(setting(cfg.task, "line_start", None))
     protocol = read_protocol(args, model, cfg.task)
     dictionary = task.source_dictionary
     first = dictionary.bos() if setting(cfg.task, "add_bos_token", False) else dictionary.eos()
-    text = load_text(task, args.data, args.gen_subset, first, args.reset_after)
+    reading = (first, args.reset_after, args.line_start, protocol.window)
+    text = load_text(task, args.data, args.gen_subset, *reading)
     characters = count_characters(dictionary, len(text.tokens), args.characters)
-    train = load_text(task, args.data, "train", first, args.reset_after) if args.dynamic not in (None, "sgd") else None
+    train = load_text(task, args.data, "train", *reading) if args.dynamic not in (None, "sgd") else None
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model = model.to(device).requires_grad_(args.dynamic is not None)
     has_positions = isinstance(model.decoder, LanguageModelDecoder) and model.decoder.embed_positions is not None
-    if args.carry_state and has_positions and len(text.tokens) > model.max_positions():
+    # Each document has its own positions.
+    longest = max(end - start for start, end in pairwise([*text.starts, len(text.tokens)]))
+    if args.carry_state and has_positions and longest > model.max_positions():
         logger.warning(
             "absolute positions grow to %s, and the model has seen only %s in training: leave out --carry-state, or "
             "train a model with --no-token-positional-embeddings, as Schlag et al. 2021 do",
-            f"{len(text.tokens):,}",
+            f"{longest:,}",
             f"{model.max_positions():,}",
         )
 
@@ -156,13 +183,15 @@ def parser() -> argparse.ArgumentParser:
     add("--gen-subset", default="test", metavar="SPLIT", help="split to evaluate: train, valid, test, ... (test)")
     add("--tokens-per-sample", type=positive, metavar="N", help="tokens of a window or segment (as in training)")
     last = "number of last tokens that a window scores (1)"
-    protocol.add_argument("--stride", type=positive, default=1, metavar="N", help=last)
+    protocol.add_argument("--stride", type=positive, metavar="N", help=last)
     first = "number of first tokens that a window does not score"
     protocol.add_argument("--context-window", type=int, metavar="N", help=first)
     carried = "read the text once, carrying the state to the next segment"
     protocol.add_argument("--carry-state", action="store_true", help=carried)
     reset = f"reset the state and the weights after this symbol, or after each {BLANK_LINE}"
     add("--reset-after", metavar="SYMBOL", help=reset)
+    lines = "read each line by itself, after </s> (end) or from its first word on, which is not scored (word)"
+    protocol.add_argument("--line-start", choices=STARTS, help=lines)
     add("--dynamic", choices=[*KINDS], help="rule by which the model learns from each window after it is scored")
     add("--dynamic-lr", type=non_negative, metavar="LR", help="step size; required with --dynamic")
     add("--dynamic-decay", type=non_negative, metavar="D", help="strength of the pull to the trained weights (0)")

@@ -5,10 +5,12 @@ import ast
 import dataclasses
 import math
 import os
+import sys
 import textwrap
 from argparse import Namespace
 from pathlib import Path
 
+import torch
 from fairseq import tasks, utils
 from fairseq.data import data_utils
 from fairseq.dataclass.configs import FairseqConfig
@@ -23,6 +25,7 @@ from fairseq_fwp.evaluation import Text
 from fairseq_fwp.options import Settings, setting
 from fairseq_fwp.pretrained.checkpoint import Checkpoint
 from fairseq_fwp.tasks import text as texts
+from fairseq_fwp.tasks.lines import WORD, Lines
 
 
 def output_file(text: str) -> Path:
@@ -186,13 +189,35 @@ def setup_task(cfg: FairseqConfig, data: str) -> FairseqTask:
         raise ValueError(f"the dictionary in {data} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def load_text(task: FairseqTask, data: str, subset: str, first: int, reset_after: str | None = None) -> Text:
-    """Return a subset of the text after the symbol `first`, by documents. Raises ValueError where there is none."""
+def load_text(
+    task: FairseqTask,
+    data: str,
+    subset: str,
+    first: int,
+    reset_after: str | None = None,
+    line_start: str | None = None,
+    longest: int = sys.maxsize,
+) -> Text:
+    """Return a subset of the text after the symbol `first`, by documents or lines. Raises ValueError without one.
+
+    line_start: what is read before the rest of each line, as in tasks/lines.py; longest: tokens read of a line.
+    """
     folder, dictionary = utils.split_paths(data)[0], task.source_dictionary
     dataset = data_utils.load_indexed_dataset(os.path.join(folder, subset), dictionary)
     if dataset is None:
         subsets = ", ".join(sorted({file.stem for file in Path(folder).glob("*.idx")})) or "other files"
         raise ValueError(f"the text {subset!r} must exist in {folder}, got only {subsets}")
+    if line_start is not None:
+        by_line = Lines(dataset, None if line_start == WORD else first, dictionary.pad(), dictionary.eos())
+        if not len(by_line):
+            raise ValueError(f"the text {subset!r} must have a line with words to predict, got none")
+        if (most := int(by_line.sizes.max())) > longest:
+            limit = f"at most {longest} tokens (--tokens-per-sample)"
+            where = f"{most} in line {by_line.places[by_line.sizes.argmax()] + 1}"
+            raise ValueError(f"lines of the text {subset!r} must have {limit}, got {where}")
+        samples = [by_line[index] for index in range(len(by_line))]
+        inputs, targets = (torch.cat([sample[name] for sample in samples]) for name in ("source", "target"))
+        return Text(inputs, targets, (0, *by_line.sizes.cumsum()[:-1].tolist()))
     lines = texts.Text(dataset)
     tokens = lines.tokens(0, len(lines)).long()
     if reset_after is None:

@@ -24,6 +24,7 @@ from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 from fairseq_fwp.patches.training import system_reason
 from fairseq_fwp.pretrained.checkpoint import SEED, check_fit, fill
 from fairseq_fwp.pretrained.dictionary import DICTIONARY, make_dictionary
+from fairseq_fwp.tasks.lines import LINES
 
 CHECKPOINT, FLAGS = "checkpoint.pt", "flags.txt"
 
@@ -87,6 +88,8 @@ def command_line(conversion: Conversion) -> list[str]:
     # Among fairseq's criteria for words, only this one never needs the logits of all words at once. It needs the
     # backend legacy_ddp.
     task, criterion = ["language_modeling"], ["adaptive_loss", "--ddp-backend", "legacy_ddp"]
+    if conversion.line_start is not None:
+        task = [LINES, "--line-start", conversion.line_start]
     if isinstance(conversion.words, dict):
         source, *_, target = [*conversion.words] * 2
         task = ["translation", "--source-lang", source, "--target-lang", target]

@@ -29,7 +29,8 @@ class Conversion(NamedTuple):
 
     flags: of `fairseq-train`, by field of the configuration; weights: by the names of our model;
     words: of the dictionary, after fairseq's special symbols; of translation by language, the source language first;
-    notes: sentences for users of the model.
+    notes: sentences for users of the model;
+    line_start: what a model of separate lines reads first, as in tasks/fwp_lines.py; None: the text is a stream.
     """
 
     arch: str
@@ -37,12 +38,13 @@ class Conversion(NamedTuple):
     weights: dict[str, Tensor]
     words: Words
     notes: list[str]
+    line_start: str | None = None
 
 
 class Source(NamedTuple):
     """One kind of checkpoint.
 
-    options: by their names in the training script.
+    options: by their names on the command line, or in the training script.
     read: path -> tensors, and the options saved with them.
     convert: (tensors, words, options) -> `Conversion`; it raises ValueError that names what cannot be represented.
     words: (path, vocabulary) -> the words, from the file `vocabulary` or else from files next to the checkpoint.

@@ -26,7 +26,7 @@ from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_atten
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.options import Settings, word
 from fairseq_fwp.patches.checkpoints import KEY
-from fairseq_fwp.pretrained import OF_TASK, read_ours
+from fairseq_fwp.pretrained import OF_TASK, line_start, read_ours
 from fairseq_fwp.pretrained.checkpoint import read as read_checkpoint
 from fairseq_fwp.pretrained.dictionary import check_words, dictionary_words, read_words
 
@@ -191,7 +191,8 @@ def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> C
     settings = {name: plain(value) for name in defaults if (value := options.get(name)) is not None}
     flags = {name: value for name, value in settings.items() if value != defaults[name] and not name.startswith("_")}
     flags |= {name: options.get(name) for name in OF_TASK}
-    return with_same_words(Conversion(arch, flags, dict(tensors), words, []), options)
+    conversion = Conversion(arch, flags, dict(tensors), words, [], line_start(options))
+    return with_same_words(conversion, options)
 
 
 def words_of_languages(checkpoint: Path, vocabulary: Path | None) -> dict[str, list[str]]:

@@ -103,6 +103,8 @@ NOT_READ = {
     "fuse_linear_cross_entropy", "fuse_swiglu", "initializer_range", "max_window_layers", "pad_token_id", "torch_dtype",
     "transformers_version", "use_cache", "use_l2warp",
 }  # fmt: skip
+# Settings that are read by name, and those of the command.
+READ = {"end", "line_start", "model_type", "safe_gate", "value_dim"}
 # Letters of RWKV-7's mixtures, in our order; and of its projections of low rank, with the settings of their ranks.
 MIXTURES = "rwkvag"
 LOW_RANKS = {
@@ -126,7 +128,8 @@ class Sizes(NamedTuple):
 
 def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
-    return read_folder(path, NAME, REQUIRED)
+    tensors, config = read_folder(path, NAME, REQUIRED)
+    return tensors, {"eos_token_id": DEFAULTS["eos_token_id"], **config}  # null: no token ends a text
 
 
 def complete(config: Settings) -> Settings:
@@ -338,7 +341,11 @@ def names_of_layer(config: Settings) -> dict[str, dict[str, int]]:
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     config = complete(options)
-    unread, vocabulary, value_heads = Tensors(tensors), arrange(words), sizes_of(config).value_heads
+    unread, vocabulary, value_heads = (
+        Tensors(tensors),
+        arrange(folder.with_end(words, options)),
+        sizes_of(config).value_heads,
+    )
     if config["model_type"] == "rwkv7":
         for name in [name for name in unread if name.endswith(".attn.x_x")]:
             mixtures = take_rows(unread, name, len(MIXTURES)).unflatten(0, (-1, 1, 1))
@@ -370,13 +377,14 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     # Symbols of fairseq's dictionary that the model lacks get probability 0, and are not learned.
     weights["decoder.adaptive_softmax.bias"] = vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf)
     unread.rename({})  # refuses what is left
-    return Conversion("fwp_lm", flags_of(config), weights, vocabulary.words, [*notes_of(options), *vocabulary.notes])
+    notes = [*notes_of(options), *vocabulary.notes]
+    return Conversion("fwp_lm", flags_of(config), weights, vocabulary.words, notes, options.get("line_start"))
 
 
 def notes_of(config: Settings) -> list[str]:
     """Return a sentence about the settings of config.json that nothing here reads, if it has any."""
     kinds = (name for _, names in KINDS.values() for name in names)
-    listed = {*NOT_READ, *kinds, *EXPECTED, *EXPECTED_OF_RWKV7, *DEFAULTS, "model_type", "safe_gate", "value_dim"}
+    listed = {*NOT_READ, *kinds, *EXPECTED, *EXPECTED_OF_RWKV7, *DEFAULTS, *READ}
     others = ", ".join(sorted(config.keys() - listed))
     return [f"{CONFIG} has settings that are not read: {others}; the model must not depend on them"] * bool(others)
 
@@ -505,4 +513,4 @@ def settings_of_layer(kind: str, flags: Settings) -> Settings:
     return {**settings, "head_dim": key, "expand_v": value / key, "num_v_heads": flags["decoder_value_heads"]}
 
 
-SOURCE = Source({}, read, convert, partial(folder.numbers_of_tokens, NAME, REQUIRED, DEFAULTS))
+SOURCE = Source(folder.OPTIONS, read, convert, partial(folder.words_of_tokens, NAME, REQUIRED))

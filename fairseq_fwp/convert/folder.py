@@ -1,7 +1,8 @@
 """Write folders with config.json and weights as safetensors; the words of those of Hugging Face's transformers.
 
-There words of our dictionary are the numbers of tokens, as fairseq's `--bpe gpt2` writes them, and `</s>` is the end of
-a text. In folders of this package config.json has the flags of training, and dict.txt the words.
+There words of our dictionary are the tokens' names in vocab.txt, or else their numbers, as fairseq's `--bpe gpt2`
+writes them, and `</s>` is the end of a text. In folders of this package config.json has the flags of training, and
+dict.txt the words.
 """
 
 import json
@@ -13,24 +14,63 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fairseq_fwp.convert.checkpoint import build, dictionaries, make_task, new_folder
-from fairseq_fwp.convert.conversion import Conversion
+from fairseq_fwp.convert.conversion import Conversion, Option, Options
+from fairseq_fwp.convert.vocabulary import given_words
 from fairseq_fwp.options import Settings
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 from fairseq_fwp.pretrained.dictionary import DICTIONARY
 from fairseq_fwp.pretrained.folder import CONFIG, WEIGHTS, read_config
+from fairseq_fwp.tasks.lines import STARTS, line_start
+
+VOCABULARY = "vocab.txt"
+# What a folder of transformers does not say of its texts.
+OPTIONS = {
+    "end": Option(
+        str, f"token that ends a text, by its name in {VOCABULARY} or its number; default: eos_token_id", "T"
+    ),
+    "line-start": Option(
+        line_start,
+        "each line of the text is a sample by itself, and the model reads first: end: </s>, word: the line's own first "
+        "word; default: the text is one stream",
+        "|".join(STARTS),
+    ),
+}
 
 
-def numbers_of_tokens(
-    name: str, sizes: Sequence[str], defaults: Settings, path: Path, vocabulary: Path | None
-) -> list[str]:
-    """The words of the dictionary: the numbers of the tokens, in their order, and </s> for the end of a text."""
-    if vocabulary is not None:
-        raise ValueError(f"--vocabulary must be left out with {name}: its words are numbers of tokens")
-    config = read_config(path, name, sizes, defaults)
-    words = [str(number) for number in range(config["vocab_size"])]
-    if config["eos_token_id"] is not None:
-        words[config["eos_token_id"]] = "</s>"
-    return words
+def words_of_tokens(name: str, sizes: Sequence[str], path: Path, vocabulary: Path | None) -> list[str]:
+    """Return the words of the dictionary, in the order of the tokens: their names, or else their numbers.
+
+    name, sizes: as for `read_config`; vocabulary: the file of the names; None: vocab.txt in the folder, if it is there.
+    """
+    count, file = read_config(path, name, sizes)["vocab_size"], vocabulary or path / VOCABULARY
+    if vocabulary is None and not file.exists():
+        return [str(number) for number in range(count)]
+    words = given_words(path, file)
+    if len(words) > count:
+        raise ValueError(f"{file} must have at most {count} words, vocab_size in {path / CONFIG}, got {len(words)}")
+    return words + [str(number) for number in range(len(words), count)]  # rows that only fill the table
+
+
+def with_end(words: Sequence[str], options: Options) -> list[str]:
+    """Return the words with </s> in place of the token that ends a text: --end, or else eos_token_id of config.json.
+
+    Raises ValueError for a token that is not among the words.
+    """
+    end, eos, renamed = options.get("end"), options.get("eos_token_id"), list(words)
+    if end is not None:
+        names = {**{str(number): number for number in range(len(words))}, **{word: i for i, word in enumerate(words)}}
+        if end not in names:
+            raise ValueError(f"--end must be a token: a word of the vocabulary, or its number, got {end!r}")
+        eos = names[end]
+    if eos is None:
+        return renamed
+    if not (type(eos) is int and 0 <= eos < len(words)):
+        range_of = f"one number in [0, {len(words)}), the vocabulary"
+        raise ValueError(
+            f"eos_token_id in {CONFIG} must be {range_of}, got {eos!r}: give the token that ends a text as --end"
+        )
+    renamed[eos] = "</s>"
+    return renamed
 
 
 def write_model(conversion: Conversion, out: Path) -> None:
@@ -46,6 +86,8 @@ def write_model(conversion: Conversion, out: Path) -> None:
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name in names}
     flags = {name: value for name, value in conversion.flags.items() if value is not None}
     of_words = {"vocab_size": len(dictionary), KEY: fingerprints(make_task(conversion))}
+    if conversion.line_start is not None:
+        flags["line_start"] = conversion.line_start
     write(out, {"model_type": conversion.arch, **of_words, **flags}, tensors, dictionary)
 
 

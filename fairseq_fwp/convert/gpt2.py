@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019) in the format of Hugging Face's transformers: as `fwp_lm`, with the same logits.
 
-The folder has config.json and model.safetensors, or the files that model.safetensors.index.json names. Words of our
-dictionary are the numbers of tokens, as fairseq's `--bpe gpt2` writes them, and `</s>` is <|endoftext|>.
+The folder has config.json and weights, see pretrained/folder.py. Words of our dictionary are the names in its
+vocab.txt, or else the numbers of tokens, as fairseq's `--bpe gpt2` writes them, and `</s>` is <|endoftext|>.
 """
 
 import re
@@ -86,7 +86,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         for name, tensor in tensors.items()
         if not MASKS.fullmatch(name)
     )
-    positions, vocabulary = len(rest["wpe.weight"]), arrange(words)
+    positions, vocabulary = len(rest["wpe.weight"]), arrange(folder.with_end(words, options))
     table = rest.take("wte.weight")
     if len(table) != len(words):
         raise ValueError(f"wte.weight must have the {len(words)} words of {CONFIG}, got {len(table)}")
@@ -117,7 +117,8 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     }
     embedding, blocks = options.get("embd_pdrop", 0.1), options.get("resid_pdrop")
     note = f"dropout of embeddings is {blocks} here, as in blocks, and was {embedding} (embd_pdrop)"
-    return Conversion("fwp_lm", flags, weights, vocabulary.words, [note] if embedding != blocks else [])
+    notes = [*([note] if embedding != blocks else []), *vocabulary.notes]
+    return Conversion("fwp_lm", flags, weights, vocabulary.words, notes, options.get("line_start"))
 
 
-SOURCE = Source({}, read, convert, partial(folder.numbers_of_tokens, NAME, SIZES, DEFAULTS))
+SOURCE = Source(folder.OPTIONS, read, convert, partial(folder.words_of_tokens, NAME, SIZES))

@@ -7,7 +7,8 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-# Names for the end of a line and for unknown words; the first one in a vocabulary counts. <S> and <UNK> are LM1B's.
+# Names of fairseq's special symbols in vocabularies; the first one in a vocabulary counts. <S> and <UNK> are LM1B's.
+START, PADDING = ("<s>",), ("<pad>",)
 END_OF_LINE = ("</s>", "<eos>", "<S>")
 UNKNOWN = ("<unk>", "<UNK>")
 
@@ -57,19 +58,15 @@ class Vocabulary(NamedTuple):
 
 
 def arrange(words: list[str]) -> Vocabulary:
-    """Return the vocabulary of words in the order of the source. Raises ValueError for repeated or reserved words."""
+    """Return the vocabulary of words in the order of the source. Raises ValueError for repeated words."""
     specials = Dictionary()
     numbers = {word: number for number, word in enumerate(words)}
     if len(numbers) < len(words):
         twice = next(word for number, word in enumerate(words) if numbers[word] != number)
         raise ValueError(f"the vocabulary must hold each word once, got {twice!r} twice")
-    rows = [-1] * len(specials)
-    for index, names in ((specials.eos(), END_OF_LINE), (specials.unk(), UNKNOWN)):
-        rows[index] = next((numbers[name] for name in names if name in numbers), -1)
+    names = {specials.bos(): START, specials.pad(): PADDING, specials.eos(): END_OF_LINE, specials.unk(): UNKNOWN}
+    rows = [next((numbers[name] for name in names[index] if name in numbers), -1) for index in range(len(specials))]
     others = [word for number, word in enumerate(words) if number not in rows]
-    for word in others:
-        if word in specials:
-            raise ValueError(f"the vocabulary must not hold {word!r}, which fairseq reserves: rename it")
     return Vocabulary(others, torch.tensor(rows + [numbers[word] for word in others]))
 
 

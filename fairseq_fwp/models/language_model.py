@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from fairseq_fwp.checks import check
+from fairseq_fwp.decoding import Sample
 from fairseq_fwp.models.decoder import LanguageModelDecoder
 from fairseq_fwp.options import Settings, as_given, plain, setting
 
@@ -147,6 +148,23 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
             for flag, instead in decoder.needs_state.items():
                 logger.warning(f"{flag} has no effect without --task fwp_language_modeling --carry-state: {instead}")
         return cls(decoder)
+
+    def get_targets(self, sample: Sample, net_output: object) -> Tensor:
+        """Return the targets of a batch, for a criterion.
+
+        Raises ValueError for a word whose probability is always 0: its loss is infinite, but no gradient is.
+        """
+        targets: Tensor = super().get_targets(sample, net_output)
+        absent = self.decoder.adaptive_softmax.absent
+        if absent is not None:
+            impossible = targets[absent[targets] & (targets != self.decoder.dictionary.pad())]
+            if len(impossible):
+                word = self.decoder.dictionary[int(impossible[0])]
+                raise ValueError(
+                    f"the text must have only words that the model can predict, got {word!r}, whose probability is "
+                    "always 0: the model was converted without it (an end of a text is named by fwp-convert --end)"
+                )
+        return targets
 
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring, it is not limited by --tokens-per-sample."""

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from fairseq_fwp.models.language_model import LanguageModel
-from fairseq_fwp.options import Settings
+from fairseq_fwp.options import Settings, word
 from fairseq_fwp.patches.checkpoints import KEY, take_fingerprints
 from fairseq_fwp.pretrained import folder
 from fairseq_fwp.pretrained.checkpoint import SEED, fill, read
@@ -31,7 +31,7 @@ def load(path: str | os.PathLike[str], dictionary: str | os.PathLike[str] | None
     """Load a language model of this package, in evaluation mode, float32, on the CPU: see `fairseq_fwp.load`."""
     weights, settings = read_ours(Path(path))
     words = dictionary_words(Path(path), None if dictionary is None else Path(dictionary))
-    return PretrainedModel(build(weights, settings, words).float())
+    return PretrainedModel(build(weights, settings, words).float(), line_start(settings))
 
 
 def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:
@@ -47,6 +47,12 @@ def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:
     if (arch := config.get("model_type")) not in OURS:
         raise ValueError(f"model_type in {path / folder.CONFIG} must be {' or '.join(OURS)}, got {arch!r}")
     return weights, {**config, "arch": arch, KEY: take_fingerprints(config)}
+
+
+def line_start(settings: Settings) -> str | None:
+    """Return what the model reads first in each line, as in tasks/lines.py; None if its text was a stream."""
+    start = settings.get("line_start")
+    return None if start is None else str(word(start))
 
 
 def build(weights: dict[str, Tensor], settings: Settings, words: list[str]) -> LanguageModel:

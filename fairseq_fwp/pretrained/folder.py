@@ -1,65 +1,94 @@
-"""Folders with config.json, and weights as safetensors: those of this package, and of Hugging Face's transformers.
+"""Folders with config.json and weights: those of this package, and of Hugging Face's transformers.
 
-The weights are in model.safetensors, or in the files that model.safetensors.index.json names.
+The weights are in model.safetensors or pytorch_model.bin, or in the files that FILE.index.json names.
 """
 
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fairseq_fwp.options import Settings
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
 
 
 def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor], Settings]:
     """Return the weights and config.json of a model. Raises ValueError where either is missing or damaged.
 
-    name: of the model, for errors; sizes: settings that it must have.
+    name: of the model, for errors; sizes: settings that it must have. Of a folder with both kinds of weights,
+    model.safetensors is read.
     """
     if not path.is_dir():
         actual = "a file" if path.exists() else "nothing"
         raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of {name}, got {actual}")
-    config, files, places = read_config(path, name, sizes), {WEIGHTS}, dict[str, str]()
-    if (path / INDEX).exists():
-        names = read_json(path / INDEX).get("weight_map")
-        places = names if isinstance(names, dict) else {}
-        files = {*places.values()}
-        if not files or not all(isinstance(file, str) for file in files):
-            raise ValueError(f"{path / INDEX} must have a weight_map, which names a file for every weight")
-        if outside := sorted(file for file in files if Path(file).name != file):
-            raise ValueError(f"the weight_map in {path / INDEX} must name files of its own folder, got {outside[0]!r}")
-    elif not (path / WEIGHTS).exists():
-        raise ValueError(f"{path} must hold {WEIGHTS} or {INDEX}: save weights of another format as safetensors first")
+    config = read_config(path, name, sizes)
     tensors: dict[str, Tensor] = {}
-    for file in sorted(files):
-        try:
-            loaded = load_file(path / file)
-        except OSError as error:
-            raise ValueError(f"the weights {path / file} cannot be read: {error.strerror or error}") from error
-        except SafetensorError as error:
-            whole = "a complete safetensors file, got a truncated or different file"
-            raise ValueError(f"{path / file} must be {whole}: {error}") from error
+    for file, names in files_of_weights(path).items():
+        loaded = (load_pickled if Path(file).suffix == ".bin" else load_safetensors)(path / file)
         # A weight in two files is that of the index.
-        tensors |= {name: x for name, x in loaded.items() if places.get(name, file) == file}
+        tensors |= {name: x for name, x in loaded.items() if names is None or name in names}
     return tensors, config
 
 
-def read_config(path: Path, name: str, sizes: Sequence[str], defaults: Settings | None = None) -> Settings:
-    """Return the settings in config.json, and defaults. Raises ValueError if sizes are missing or disagree."""
-    config = {**(defaults or {}), **read_json(path / CONFIG)}
+def files_of_weights(path: Path) -> dict[str, set[str] | None]:
+    """Return the files with weights in a folder, in order, and the weights that are read of each, None: all.
+
+    Raises ValueError without any, and for an index that names no file of the folder for a weight.
+    """
+    for whole in (WEIGHTS, PICKLED):
+        index = path / f"{whole}.index.json"
+        if index.exists():
+            places = read_json(index).get("weight_map")
+            if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+                raise ValueError(f"{index} must have a weight_map, which names a file for every weight")
+            files = sorted({*places.values()})
+            if outside := [file for file in files if Path(file).name != file]:
+                own = f"the weight_map in {index} must name files of its own folder"
+                raise ValueError(f"{own}, got {outside[0]!r}")
+            return {file: {name for name, place in places.items() if place == file} for file in files}
+        if (path / whole).exists():
+            return {whole: None}
+    raise ValueError(f"{path} must hold {WEIGHTS} or {PICKLED}, whole or in the files of an index, got neither")
+
+
+def load_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the weights in a file of safetensors. Raises ValueError if it cannot be read."""
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise ValueError(f"the weights {path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        whole = "a complete safetensors file, got a truncated or different file"
+        raise ValueError(f"{path} must be {whole}: {error}") from error
+
+
+def load_pickled(path: Path) -> dict[str, Tensor]:
+    """Return the weights in a file of torch.save, without running code in it. Raises ValueError for any other file."""
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"the weights {path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
+            code = "tensors only, got other objects, which could run any code"
+            raise ValueError(f"{path} must hold {code}: ask its author for {WEIGHTS}") from error
+        raise ValueError(f"{path} must be a complete file of torch.save, got a truncated or different file") from error
+    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+        raise ValueError(f"{path} must hold a tensor for every name, got other objects")
+    return loaded
+
+
+def read_config(path: Path, name: str, sizes: Sequence[str]) -> Settings:
+    """Return the settings in config.json. Raises ValueError if sizes are missing."""
+    config = read_json(path / CONFIG)
     if missing := [size for size in sizes if type(config.get(size)) is not int]:
         raise ValueError(f"{path / CONFIG} must be the configuration of a {name}, got one without {', '.join(missing)}")
-    eos, words = config.get("eos_token_id"), config["vocab_size"]
-    if eos is not None and not (type(eos) is int and 0 <= eos < words):
-        got = f"the list {eos}: keep the one that ends a text" if isinstance(eos, list) else repr(eos)
-        raise ValueError(
-            f"eos_token_id in {path / CONFIG} must be one number in [0, {words}), the vocabulary, got {got}"
-        )
     return config
 
 

@@ -15,11 +15,13 @@ from fairseq_fwp.models.decoder import DecoderState
 class PretrainedModel(nn.Module):
     """A language model as a function of tokens and a state.
 
-    model: with fairseq's interface; dictionary: fairseq's, between words and numbers.
+    model: with fairseq's interface; dictionary: fairseq's, between words and numbers;
+    line_start: the model's --line-start, if it was trained on separate lines.
     """
 
-    def __init__(self, model: FairseqLanguageModel) -> None:
+    def __init__(self, model: FairseqLanguageModel, line_start: str | None = None) -> None:
         super().__init__()
+        self.line_start = line_start
         self.model = model
         self.dictionary: Dictionary = model.decoder.dictionary
         self.eval()
@@ -91,9 +93,14 @@ class PretrainedModel(nn.Module):
         return written
 
     def encode(self, text: str) -> Tensor:
-        """Return the tokens (1, L) of words separated by blanks, after the end of a line."""
+        """Return the tokens (1, L) of words separated by blanks, after the end of a line.
+
+        With --line-start word the model begins with the first word, and nothing is before it.
+        """
         dictionary = self.dictionary
         words = dictionary.encode_line(text, append_eos=False, add_if_not_exist=False).long()
+        if self.line_start == "word":
+            return words.unsqueeze(0)
         return torch.cat([words.new_tensor([dictionary.eos()]), words]).unsqueeze(0)
 
     def decode(self, tokens: Tensor) -> str:

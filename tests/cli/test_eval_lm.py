@@ -62,7 +62,7 @@ def test_the_text_begins_with_the_token_of_the_training(of_task, first):
     model = SimpleNamespace(max_positions=lambda: 8, decoder=SimpleNamespace(carries_state=False))
     cfg = SimpleNamespace(task=Namespace(tokens_per_sample=8, **of_task))
 
-    def load_text(task, data, split, first, reset_after):
+    def load_text(task, data, split, first, *reading):
         read.append(dictionary[first])
         raise ValueError("that is all")
 

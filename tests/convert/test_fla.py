@@ -399,7 +399,7 @@ REFUSALS = [
     (dict, {"num_hidden_layers": 1}, r"it has also model\.layers\.1\.attn"),
     (dict, {"num_heads": None}, "must be the configuration of a flash-linear-attention, got one without num_heads"),
     (dict, {"tie_word_embeddings": True}, "lm_head cannot be converted: .* has two that differ"),
-    (dict, {"eos_token_id": True}, r"eos_token_id in .* must be one number in \[0, 30\), the vocabulary, got True$"),
+    (dict, {"eos_token_id": True}, r"eos_token_id in .* must be one number in \[0, 30\), the vocabulary, got True"),
     (dict, {**RWKV7, "head_dim": 6}, "head_dim in config.json must divide hidden_size = 16, got 6$"),
     *((dict, attn(**{name[5:]: value}) if name.startswith("attn.") else {name: value},
        f"^fwp-convert: {name} in config.json must be {kind}, got {re.escape(repr(value))}$")

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from support.pairwise import looped
 
+import fairseq_fwp
+from fairseq_fwp.cli.convert import main
 from tests.convert.conftest import Folder, ones, without
 
 WORDS, POSITIONS, DIM, HEADS, LAYERS = 30, 12, 16, 4, 2
@@ -148,7 +150,7 @@ REFUSALS = [
     (dict, {"n_head": None}, r"config\.json must be the configuration of a GPT-2, got one without n_head"),
     (dict, {"n_inner": "wide"}, "refuses the settings .*--decoder-ffn-embed-dim: invalid int value: 'wide'"),
     (dict, {"vocab_size": 29}, r"eos_token_id in .* must be one number in \[0, 29\), the vocabulary, got 29"),
-    (dict, {"eos_token_id": [29]}, r"eos_token_id in .* must be one number in .*, got the list \[29\]: keep"),
+    (dict, {"eos_token_id": [29]}, r"eos_token_id in .* must be one number in .*, got \[29\]: give the token .* --end"),
 ]
 # fmt: on
 
@@ -159,6 +161,115 @@ def test_refusals(folder, change, config, says):
     folder.save(change(make_tensors()), **config)
     for more in ([], DECAY) if "attn" in says else ([],):
         folder.refuses(says, *more)
+
+
+NAMES = ["[PAD]", "[UNK]", "[CLS]", "<unk>", "<s>", "<pad>", *"ABCDEFGHIJKLMNOPQRSTUVWX"]
+
+
+@looped("names", ["", "vocab.txt", "--vocabulary"])
+@looped("shards", [1, 2])
+def test_a_folder_as_it_is_published(folder, shards, names):
+    """Weights of torch.save in one or two files, eos_token_id beyond the vocabulary, and names of the tokens."""
+    tensors, arguments = make_tensors(), ["--end", "[CLS]" if names else 2]
+    folder.save({}, eos_token_id=50256)
+    (folder.path / "model.safetensors").unlink()
+    whole = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+    files = {"pytorch_model.bin": sorted(whole)}
+    if shards == 2:
+        files = {f"pytorch_model-{n}.bin": sorted(whole)[n::2] for n in range(2)}
+        index = {"weight_map": {name: file for file, of_file in files.items() for name in of_file}}
+        (folder.path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for file, of_file in files.items():
+        torch.save({name: whole[name] for name in of_file}, folder.path / file)
+    if names:
+        file = folder.path / ("vocab.txt" if names == "vocab.txt" else "names.txt")
+        file.write_text("\n".join(NAMES) + "\n")
+        arguments += ["--vocabulary", file] * (names == "--vocabulary")
+    model, dictionary = folder.convert(*arguments)
+    words = NAMES if names else [str(number) for number in range(WORDS)]
+    ours = torch.tensor([dictionary.index("</s>" if number == 2 else word) for number, word in enumerate(words)])
+    if names:
+        assert {dictionary.bos(), dictionary.pad(), dictionary.eos(), dictionary.unk()} <= set(ours.tolist())
+    assert len(set(ours.tolist())) == WORDS
+    tokens = torch.randint(6, WORDS, (3, POSITIONS))
+    expected = reference_logits({name: x.double() for name, x in tensors.items()}, tokens).log_softmax(-1)
+    log_probs = model.get_normalized_probs(model(ours[tokens]), log_probs=True)
+    torch.testing.assert_close(log_probs[..., ours], expected, rtol=0, atol=1e-12)
+
+
+def test_its_texts_may_be_lines(folder):
+    """--line-start goes into the flags of the training, and into the folder and the checkpoint that are loaded."""
+    folder.save(make_tensors())
+    out = folder.write("--line-start", "word", *DECAY)
+    assert (out / "flags.txt").read_text().startswith("--task fwp_lines --line-start word --arch fwp_lm ")
+    model = fairseq_fwp.load(out / "checkpoint.pt")
+    assert model.line_start == "word" and model.encode("5 7").tolist() == [[*map(model.dictionary.index, ("5", "7"))]]
+    again = folder.path.parent / "again"
+    main([*map(str, ["--source", "fwp-lm", out / "checkpoint.pt", "--to", "safetensors", "--out", again])])
+    loaded = fairseq_fwp.load(again)
+    assert loaded.line_start == "word" and torch.equal(
+        loaded(torch.tensor([[5, 6]]))[0], model(torch.tensor([[5, 6]]))[0]
+    )
+    assert fairseq_fwp.load(folder.path, source="gpt2").encode("5")[0, 0] == model.dictionary.eos()
+
+
+def test_a_model_without_an_end(folder, capsys):
+    folder.save(make_tensors(), eos_token_id=None)
+    folder.convert()
+    assert "note: the vocabulary has no symbol for the end of a line" in capsys.readouterr().out
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+@looped(
+    "content, says",
+    [
+        ({"wte.weight": Code()}, "must hold tensors only, got other objects, which could run any code: ask its author"),
+        (b"PK not a file of torch", "must be a complete file of torch.save, got a truncated or different file"),
+        ([torch.zeros(3)], "must hold a tensor for every name, got other objects"),
+        ({"wte.weight": 3}, "must hold a tensor for every name, got other objects"),
+        (None, "must hold model.safetensors or pytorch_model.bin, whole or in the files of an index, got"),
+    ],
+)
+def test_damaged_weights_of_torch(folder, capsys, content, says):
+    """None of them runs code."""
+    folder.save({})
+    (folder.path / "model.safetensors").unlink()
+    file = folder.path / "pytorch_model.bin"
+    file.unlink(missing_ok=True)
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        torch.save(content, file)
+    folder.refuses(says)
+    assert "code ran" not in capsys.readouterr().out
+
+
+@looped(
+    "lines, end, says",
+    [
+        (NAMES, "[SEP]", r"--end must be a token: a word of the vocabulary, or its number, got '\[SEP\]'"),
+        (NAMES, "30", "--end must be a token: .* got '30'"),
+        ([*NAMES, "Y"], "2", r"vocab\.txt must have at most 30 words, vocab_size in .*config\.json, got 31"),
+        ([*NAMES[:-1], "A"], "2", "the vocabulary must hold each word once, got 'A' twice"),
+        (["A", "", "B"], "2", r"line 2 of the vocabulary .*vocab\.txt must hold a word, got an empty line"),
+    ],
+)
+def test_vocabularies_that_are_refused(folder, lines, end, says):
+    folder.save(make_tensors())
+    (folder.path / "vocab.txt").write_text("\n".join(lines) + "\n")
+    folder.refuses(says, "--end", end)
+
+
+def test_a_table_may_have_more_rows_than_the_vocabulary_has_words(folder):
+    """The rows that only fill it are numbers."""
+    folder.save(make_tensors())
+    (folder.path / "vocab.txt").write_text("\n".join(NAMES[:-2]) + "\n")
+    _, dictionary = folder.convert()
+    assert dictionary.symbols[-2:] == ["V", "28"] and dictionary.eos_word == "</s>"
 
 
 @looped("dtype", [torch.float16, torch.bfloat16])
@@ -182,7 +293,7 @@ def test_files_that_are_not_there_or_not_whole(folder):
 
     folder.refuses(r"config\.json cannot be read")
     folder.save(make_tensors())
-    folder.refuses("--vocabulary must be left out with GPT-2", "--vocabulary", "x")
+    folder.refuses("the vocabulary x cannot be read", "--vocabulary", "x")
     for content in ("{}", '{"weight_map": {"a": 1}}', "[]"):
         index.write_text(content)
         folder.refuses("must hold a JSON object" if content == "[]" else "must have a weight_map")
@@ -192,8 +303,21 @@ def test_files_that_are_not_there_or_not_whole(folder):
         weights.write_bytes(content)
         folder.refuses(r"model\.safetensors must be a complete safetensors file")
     weights.unlink()
-    folder.refuses(r"must hold model\.safetensors or .*\.index\.json: save weights of another")
+    folder.refuses("must hold model.safetensors or pytorch_model.bin, whole or in the files of an index, got neither")
     index.write_text('{"weight_map": {"a": "part.safetensors"}}')
     folder.refuses(r"the weights .*part\.safetensors cannot be read: No such file")
     folder.path = weights
     folder.refuses(r"must be a folder with config\.json and model.safetensors of GPT-2, got")
+
+
+def test_a_training_on_a_word_of_probability_0_is_refused(folder):
+    """Its loss would be infinite, without an infinite gradient: fairseq would go on, and save that as the best."""
+    folder.save(make_tensors(), eos_token_id=None)
+    model, dictionary = folder.convert()
+    tokens = torch.tensor([[dictionary.index("3"), dictionary.index("4")]])
+    net_output = model(tokens)
+    targets = torch.tensor([[dictionary.index("4"), dictionary.pad()]])
+    assert model.get_targets({"target": targets}, net_output) is targets
+    targets[0, 1] = dictionary.eos()
+    with pytest.raises(ValueError, match="only words that the model can predict, got '</s>', whose probability is"):
+        model.get_targets({"target": targets}, net_output)

@@ -148,6 +148,7 @@ def test_words_of_their_own_take_the_places_of_specials():
     assert vocabulary.cutoffs([3]) == [5] and vocabulary.cutoffs([]) == []
     assert arrange(["<S>", "</S>", "<UNK>", "a"]).rows.tolist() == [-1, -1, 0, 2, 1, 3]  # LM1B
     assert arrange(["101", "32"]).rows.tolist() == [-1, -1, -1, -1, 0, 1]  # enwik8
+    assert arrange(["a", "<pad>", "</s>", "<s>"]).rows.tolist() == [3, 1, 2, -1, 0]
     assert arrange(["<eos>", "<S>"]).rows.tolist() == [-1, -1, 0, -1, 1]  # the second is an ordinary word
 
 
@@ -158,8 +159,6 @@ def test_words_are_read_line_by_line(tmp_path):
     file.write_bytes(b"a\n\nb\n")
     for says, read in {
         "must hold each word once, got 'a' twice": lambda: arrange(["a", "b", "a"]),
-        "must not hold '<pad>', which fairseq reserves": lambda: arrange(["a", "<pad>"]),
-        "must not hold '<s>', which fairseq reserves": lambda: arrange(["a", "<s>"]),
         "the first 2 words, .* got one as word 3: give the": lambda: arrange(["<eos>", "a", "<unk>"]).cutoffs([2]),
         r"line 2 of the vocabulary .* must hold a word, got an empty line": lambda: given_words(file, file),
         "none cannot be read": lambda: given_words(file, tmp_path / "none"),

@@ -1,0 +1,188 @@
+"""The task `fwp_lines`: each line of a text is a sample by itself, such as a sentence, a molecule or a protein."""
+
+import os
+from argparse import ArgumentTypeError, Namespace
+from copy import copy
+from dataclasses import dataclass
+from typing import Optional, TypeAlias
+
+import numpy as np
+import torch
+from fairseq import utils
+from fairseq.data import FairseqDataset, data_utils
+from fairseq.data.indexed_dataset import get_available_dataset_impl
+from fairseq.data.monolingual_dataset import collate
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import FairseqLanguageModel
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks import register_task
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from omegaconf import II
+from torch import Tensor
+
+from fairseq_fwp.checks import check
+from fairseq_fwp.decoding import Sample
+from fairseq_fwp.options import Settings, option
+
+LINES = "fwp_lines"
+# What a model reads before it predicts: </s>, and then it predicts all words of a line; or the line's first word.
+STARTS = END, WORD = "end", "word"
+
+# What a generator writes after each prompt of a batch, best first.
+Hypotheses: TypeAlias = list[list[Settings]]
+
+
+def line_start(text: str) -> str:
+    """Read a value of --line-start from the command line."""
+    if text not in STARTS:
+        raise ArgumentTypeError(f"it must be {' or '.join(STARTS)}, got {text!r}")
+    return text
+
+
+@dataclass
+class FwpLinesConfig(FairseqDataclass):
+    """A text whose lines are samples; fairseq shuffles them, and pads those of a batch."""
+
+    data: Optional[str] = option(None, "folder that fairseq-preprocess --only-source has written")  # noqa: UP045
+    line_start: ChoiceEnum([*STARTS]) = option(  # type: ignore[valid-type]
+        END, "what the model reads first: </s> (end), or the line's first word (word), which then is not predicted"
+    )
+    tokens_per_sample: int = option(1024, "longest line that is accepted, in tokens that the model reads")
+    add_bos_token: bool = option(False, "with --line-start end: the model reads <s> first, not </s>")
+    max_target_positions: Optional[int] = option(  # noqa: UP045
+        None, "longest line in tokens that the model accepts; none: --tokens-per-sample"
+    )
+    dataset_impl: Optional[ChoiceEnum(get_available_dataset_impl())] = II(  # type: ignore[valid-type]  # noqa: UP045
+        "dataset.dataset_impl"
+    )
+
+
+class Lines(FairseqDataset):
+    """The lines of an indexed data set, each with </s> at its end. Those in which nothing is predicted are left out.
+
+    first: the token that is read before each line, None = the line's first word.
+    """
+
+    def __init__(self, lines: FairseqDataset, first: int | None, pad: int, eos: int) -> None:
+        self.lines, self.first, self.pad, self.eos = lines, first, pad, eos
+        targets = np.asarray(lines.sizes) - (first is None)
+        self.places = np.flatnonzero(targets)
+        self.sizes = targets[self.places]
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return {"id", "source" (L,), "target" (L,)}."""
+        tokens = self.lines[int(self.places[index])].long()
+        if self.first is not None:
+            tokens = torch.cat([tokens.new_tensor([self.first]), tokens])
+        return {"id": int(index), "source": tokens[:-1], "target": tokens[1:]}
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def num_tokens(self, index: int) -> int:
+        """Return the number of targets of a line."""
+        return int(self.sizes[index])
+
+    size = num_tokens
+
+    def ordered_indices(self) -> np.ndarray:
+        """Return the lines in a random order, those of one length together."""
+        return np.lexsort([np.random.permutation(len(self)), self.sizes])
+
+    def collater(self, samples: list[Sample]) -> Sample:
+        """Return a batch for fairseq's language models."""
+        batch: Sample = collate(samples, self.pad, self.eos)
+        return batch
+
+
+@register_task(LINES, dataclass=FwpLinesConfig)
+class FwpLinesTask(LanguageModelingTask):
+    """Language modelling of separate lines, which end with </s>.
+
+    A model that somebody else has pretrained on separate sequences may never have read </s> in front of one. Then
+    --line-start word gives it each sequence as it was trained: from its own first word, at the first position.
+    """
+
+    @classmethod
+    def setup_task(cls, args: Namespace, **kwargs: object) -> "FwpLinesTask":
+        """Set up the task. Raises ValueError for impossible settings, and FileNotFoundError without a dictionary."""
+        dictionary, _ = cls.setup_dictionary(Namespace(data=args.data, output_dictionary_size=-1))
+        length = args.tokens_per_sample
+        check(length >= 1, f"--tokens-per-sample must be at least 1, got {length}")
+        check(
+            not args.add_bos_token or args.line_start == END,
+            f"--line-start must be {END} with --add-bos-token, got {args.line_start}",
+        )
+        return cls(args, dictionary)
+
+    @property
+    def first_token(self) -> int | None:
+        """The token that the model reads before each line, None = the line's first word."""
+        if self.args.line_start == WORD:
+            return None
+        start: int = self.dictionary.bos() if self.args.add_bos_token else self.dictionary.eos()
+        return start
+
+    def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: object) -> None:
+        """Load the lines of a split. Raises FileNotFoundError, or ValueError for a line too long, or without lines."""
+        paths = utils.split_paths(self.args.data)
+        path = os.path.join(paths[(epoch - 1) % len(paths)], split)
+        text = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
+        if text is None:
+            raise FileNotFoundError(
+                f"{path}.bin, the text {split!r}, must exist: write it with fairseq-preprocess --only-source"
+            )
+        lines = Lines(text, self.first_token, self.dictionary.pad(), self.dictionary.eos())
+        check(len(lines), f"{path}.bin must hold a line of words, got none")
+        limit = min(self.args.tokens_per_sample, self.args.max_target_positions or self.args.tokens_per_sample)
+        longest = int(lines.sizes.argmax())
+        check(
+            lines.sizes[longest] <= limit,
+            f"lines of {path}.bin must have at most {limit} tokens (--tokens-per-sample), got {lines.sizes[longest]} "
+            f"in line {lines.places[longest] + 1}: give a larger limit, or shorten the lines before fairseq-preprocess",
+        )
+        self.datasets[split] = lines
+
+    def inference_step(
+        self,
+        generator: SequenceGenerator,
+        models: list[FairseqLanguageModel],
+        sample: Sample,
+        prefix_tokens: Tensor | None = None,
+        constraints: Tensor | None = None,
+    ) -> Hypotheses:
+        """Continue the beginning of a line. Raises ValueError for an empty one, if the model begins with a word."""
+        if self.first_token is None:
+            prompts, lengths = (sample["net_input"][name] for name in ("src_tokens", "src_lengths"))
+            check(bool((lengths > 1).all()), "a line must begin with a word, got none: the model cannot begin a line")
+            # fairseq puts </s> in front.
+            sample = {**sample, "net_input": {"src_tokens": prompts[:, 1:], "src_lengths": lengths - 1}}
+            generator = _FromFirstWord(generator)
+        hypotheses: Hypotheses = super().inference_step(generator, models, sample, prefix_tokens, constraints)
+        return hypotheses
+
+
+class _FromFirstWord:
+    """A generator that reads the first word of each prompt in place of </s>."""
+
+    def __init__(self, generator: SequenceGenerator) -> None:
+        self.generator = generator
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.generator, name)
+
+    def generate(
+        self, models: list[FairseqLanguageModel], sample: Sample, prefix_tokens: Tensor, bos_token: int
+    ) -> Hypotheses:
+        """Return fairseq's hypotheses, each with its prompt; the first word has the score 0."""
+        first, prefix = prefix_tokens[:, 0], prefix_tokens[:, 1:] if prefix_tokens.shape[1] > 1 else None
+        beams = first.repeat_interleave(self.generator.beam_size)
+        generator = copy(self.generator)  # which counts the words of a line from the second one on
+        generator.min_len, generator.max_len_b = max(generator.min_len - 1, 0), max(generator.max_len_b - 1, 0)
+        hypotheses: Hypotheses = generator.generate(models, sample, prefix_tokens=prefix, bos_token=beams)
+        for word, of_prompt in zip(first, hypotheses, strict=True):
+            for hypothesis in of_prompt:
+                scores = hypothesis["positional_scores"]
+                hypothesis["tokens"] = torch.cat([word.unsqueeze(0), hypothesis["tokens"]])
+                hypothesis["positional_scores"] = torch.cat([scores.new_zeros(1), scores])
+        return hypotheses

@@ -1,0 +1,192 @@
+"""Separate lines: what a model reads and predicts of each, in training, evaluation, generation and Python."""
+
+import json
+from argparse import Namespace
+from dataclasses import fields
+
+import pytest
+import torch
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import eval_lm as fairseq_eval_lm
+from support.command_server import run
+from support.pairwise import looped
+from support.refusals import refused
+from support.small_text import SIZE, train_model, write_dictionary, write_split
+
+import fairseq_fwp
+from fairseq_fwp.cli import eval_lm
+from fairseq_fwp.tasks.lines import END, STARTS, WORD, FwpLinesConfig, FwpLinesTask
+
+WORDS, LONGEST = 40, 11
+
+
+@pytest.fixture
+def make_task(tmp_path):
+    """A function make_task(lines, **flags) -> a task that has loaded them as train."""
+
+    def make(lines, **flags):
+        write_dictionary(tmp_path / "data", WORDS)
+        write_split(tmp_path / "data" / "train", lines, WORDS)
+        defaults = {option.name: option.default for option in fields(FwpLinesConfig)}
+        flags = {"data": str(tmp_path / "data"), "dataset_impl": None, **flags}
+        task = FwpLinesTask.setup_task(Namespace(**{**defaults, **flags}))
+        task.load_dataset("train")
+        return task
+
+    return make
+
+
+def batches(task, epoch=1, **flags):
+    iterator = task.get_batch_iterator(task.dataset("train"), max_tokens=30, epoch=epoch, **flags)
+    return [*iterator.next_epoch_itr(shuffle=True)]
+
+
+@looped("start", STARTS)
+def test_every_line_is_a_sample(make_task, random_lines, start):
+    """Its targets are all its tokens, or all but the first word; each line is read once in an epoch, in any order."""
+    lines = random_lines(60)
+    task = make_task(lines, line_start=start)
+    pad = task.dictionary.pad()
+    read = []
+    for batch in batches(task):
+        inputs, targets = batch["net_input"]["src_tokens"], batch["target"]
+        assert inputs.shape == targets.shape and inputs.numel() <= 30
+        for source, target in zip(inputs, targets, strict=True):
+            source, target = source[source != pad].tolist(), target[target != pad].tolist()
+            assert source[1:] == target[:-1] and target[-1] == task.dictionary.eos()
+            assert start == WORD or source[0] == task.dictionary.eos()
+            read.append(target if start == END else [source[0], *target])
+    expected = lines if start == END else [line for line in lines if len(line) > 1]
+    assert sorted(read) == sorted(expected)
+    order = [batch["id"].tolist() for batch in batches(task)]
+    assert order != [batch["id"].tolist() for batch in batches(task, epoch=2)]
+
+
+def test_the_first_symbol_may_be_that_of_a_start(make_task, random_lines):
+    task = make_task(random_lines(5), add_bos_token=True)
+    assert all(batch["net_input"]["src_tokens"][:, 0].eq(task.dictionary.bos()).all() for batch in batches(task))
+    with pytest.raises(ValueError, match="--line-start must be end with --add-bos-token, got word"):
+        make_task(random_lines(5), add_bos_token=True, line_start=WORD)
+
+
+def test_lines_that_are_refused(make_task):
+    """By their number, and not left out in silence as fairseq does."""
+    with pytest.raises(ValueError, match=r"at most 3 tokens \(--tokens-per-sample\), got 4 in line 3: give a larger"):
+        make_task([[5, 2], [2], [5, 6, 7, 8, 2]], line_start=WORD, tokens_per_sample=3)
+    assert len(make_task([[5, 2], [2], [5, 6, 7, 8, 2]], line_start=WORD, tokens_per_sample=4).dataset("train")) == 2
+    with pytest.raises(ValueError, match=r"train\.bin must hold a line of words, got none"):
+        make_task([[2], [2]], line_start=WORD)
+    with pytest.raises(ValueError, match="--tokens-per-sample must be at least 1, got 0"):
+        make_task([[5, 2]], tokens_per_sample=0)
+
+
+@pytest.fixture(scope="module", params=STARTS)
+def trained(tmp_path_factory, request):
+    """Folder with data, and checkpoint_last.pt of a model with learned positions that was trained on lines."""
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(2)
+    write_dictionary(folder, WORDS)
+    for split in ("train", "valid", "test"):
+        lengths = torch.randint(0, LONGEST, (40,)).tolist()
+        write_split(folder / split, [[*torch.randint(4, WORDS, (length,)).tolist(), 2] for length in lengths], WORDS)
+    train_model(
+        folder, "--task", "fwp_lines", "--line-start", request.param, "--arch", "gated_delta_lm_wt103", *SIZE, "--cpu",
+        "--decoder-learned-pos", "--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--optimizer", "adam",
+        "--lr", 0.05, "--max-update", 20, "--batch-size", 4, "--num-workers", 0, "--log-format", "none",
+        "--disable-validation", "--no-epoch-checkpoints", "--save-dir", folder,
+    )  # fmt: skip
+    return request.param, folder
+
+
+def expected_scores(start, model, dataset):
+    """Return the log-probabilities of a text's lines, one line after the other."""
+    scores = []
+    for line in (dataset[index].long() for index in range(len(dataset))):
+        tokens = line if start == WORD else torch.cat([torch.tensor([model.dictionary.eos()]), line])
+        log_probs, _ = model(tokens[:-1].unsqueeze(0)) if len(tokens) > 1 else (torch.zeros(1, 0, 1), None)
+        scores.append(log_probs[0].gather(1, tokens[1:].unsqueeze(1)).flatten())
+    return torch.cat(scores).double()
+
+
+@torch.no_grad()
+def test_a_model_is_evaluated_as_it_was_trained(trained):
+    """By both commands, and by the other start where it is named."""
+    start, folder = trained
+    model = fairseq_fwp.load(folder / "checkpoint_last.pt")
+    task = FwpLinesTask.setup_task(
+        Namespace(data=str(folder), tokens_per_sample=16, add_bos_token=False, line_start=start)
+    )
+    dataset = fairseq_fwp.tasks.lines.data_utils.load_indexed_dataset(str(folder / "test"), task.dictionary)
+    arguments = [str(folder), "--path", str(folder / "checkpoint_last.pt"), "--cpu", "--json", str(folder / "j.json")]
+    for other in (start, *STARTS):
+        expected = expected_scores(other, model, dataset)
+        flags = [] if other == start else ["--line-start", other]
+        eval_lm.main([*arguments, "--scores", str(folder / "scores.tsv"), *flags])
+        rows = [line.split("\t") for line in (folder / "scores.tsv").read_text().splitlines()[1:]]
+        scores = torch.tensor([float(row[2]) for row in rows], dtype=torch.float64)
+        torch.testing.assert_close(scores, expected, rtol=0, atol=2e-5)
+        result = json.loads((folder / "j.json").read_text())
+        assert result["tokens"] == len(expected) and result["protocol"].startswith("each line by itself, ")
+    parser = options.get_eval_lm_parser()
+    flags = [
+        *arguments[:-2],
+        "--task",
+        "fwp_lines",
+        "--line-start",
+        start,
+        "--gen-subset",
+        "test",
+        "--batch-size",
+        "3",
+        "--log-format",
+        "none",
+        "--num-workers",
+        "0",
+    ]
+    bits = fairseq_eval_lm.main(convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=flags)))
+    loss = -float(expected_scores(start, model, dataset).mean())
+    assert bits["loss"] == pytest.approx(loss / 0.6931471805599453, rel=1e-5)
+
+
+@looped(
+    "flags, says",
+    [
+        (["--line-start", "word", "--carry-state"], "not allowed with argument"),
+        (["--reset-after", "</s>"], r"--reset-after must be left out where each line is read by itself"),
+        (["--tokens-per-sample", "3"], r"lines of the text 'test' must have at most 3 tokens .*, got \d+ in line \d+$"),
+    ],
+)
+def test_protocols_that_are_refused(trained, flags, says):
+    _, folder = trained
+    refused(eval_lm.main, folder, "--path", folder / "checkpoint_last.pt", "--cpu", *flags, says=says)
+
+
+@torch.no_grad()
+def test_what_it_writes_follows_a_prompt(trained):
+    """fairseq-interactive and Python write the same most probable words; lines of other lengths do not change them."""
+    start, folder = trained
+    prompts = ["w3 w5 w1", "w7", "w2 w2"]
+    written = run(
+        "fairseq-interactive", folder, "--task", "fwp_lines", "--line-start", start, "--cpu",
+        "--path", folder / "checkpoint_last.pt", "--beam", 1, "--max-len-b", 9, "--buffer-size", 3, "--batch-size", 3,
+        "--tokens-per-sample", 16, stdin="\n".join(prompts) + "\n",
+    )  # fmt: skip
+    texts = [line.split("\t")[2] for line in written.splitlines() if line.startswith("H-")]
+    model = fairseq_fwp.load(folder / "checkpoint_last.pt")
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = model.encode(prompt)
+        assert (tokens[0, 0] == model.dictionary.eos()) == (start == END)
+        following = model.decode(model.generate(tokens, 9 - len(prompt.split()))[0])
+        assert text == f"{prompt} {following}".strip()
+
+
+def test_a_line_without_a_word_cannot_be_continued_from_its_first_word(trained):
+    start, folder = trained
+    if start == WORD:
+        task = FwpLinesTask.setup_task(
+            Namespace(data=str(folder), tokens_per_sample=9, add_bos_token=False, line_start=WORD)
+        )
+        sample = {"net_input": {"src_tokens": torch.tensor([[2, 5], [2, 1]]), "src_lengths": torch.tensor([2, 1])}}
+        with pytest.raises(ValueError, match="a line must begin with a word, got none"):
+            task.inference_step(None, [], sample)
