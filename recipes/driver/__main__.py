@@ -19,6 +19,7 @@ KINDS = {
     "language-model": ("language_models", "compose"),
     "fast-weight-layer": ("fast_weight_layers", "compose"),
     "conversion": ("conversion", "compose"),
+    "recurrent": ("recurrent", "compose"),
     "translation": ("translation", "compose"),
     "retrieval": ("grids", "retrieval"),
     "problems": ("grids", "problems"),

@@ -1,0 +1,469 @@
+"""A published softmax model becomes recurrent within a given time, and is compared with its source by one protocol.
+
+`adapted`: the softmax model learns the text. Then another attention takes the place of softmax. `attention`: every
+attention learns from the softmax model. `distribution`: the model learns its distribution. `words`: it learns the words
+of the text. The teacher is the adapted model if that is better than the source.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from arguments import ROOT, Parser, Request, request_of, whole_number
+from commands import CommandError, RecipeError, run, write
+from data import tokens
+from data.prepare import SPLITS, Data, find, known_as, preprocess_text, read_lines, remove
+from data.tokens import Tokenizer
+from engine import PLUGIN
+from evaluation import score
+from flags import value_of
+from language_models import OTHER_FLAGS
+from log import read_json
+from model import Model
+from recipe import STAGES, Recipe
+from start import ModelStart
+from tables import markdown, mean, read_run, save, show
+
+from fairseq_fwp.cli.logs import read_line
+
+SOURCE, ADAPTED, ATTENTION, DISTRIBUTION, WORDS = "source", "adapted", "attention", "distribution", "words"
+# The trainings, with their shares of the time.
+SHARES = {ADAPTED: 0.10, ATTENTION: 0.25, DISTRIBUTION: 0.55, WORDS: 0.10}
+# The adapted model is the teacher if it has at most this share of the source's loss on the validation text.
+GAIN = 0.99
+# What a model reads first in a line, see fairseq_fwp/tasks/lines.py, in words.
+STARTS = {"word": "from their first word on", "end": "after </s>"}
+# Sources of fwp-convert by model_type in config.json.
+SOURCES = {"gpt2": "gpt2", "fwp_lm": "fwp-lm"}
+ROWS = {
+    SOURCE: "source",
+    ADAPTED: "source, fine-tuned on the text",
+    "converted": "converted, not trained",
+    ATTENTION: "1. attentions learned",
+    DISTRIBUTION: "2. distribution learned",
+    WORDS: "3. words learned",
+}
+OWN_TEXT = "--data FOLDER is always your own, see above: it must have train, valid and test."
+# Tokens of an update: small updates, and many. Updates of a trial that measures their time.
+TOKENS, TRIAL = 2048, 12
+
+
+def compose(arguments: list[str]) -> Recipe:
+    stages = STAGES | {"prepare": "convert and score the source, and write the text in its tokens"}
+    parser = Parser({**stages, "sample": "print three texts that the recurrent model writes"}, OTHER_FLAGS, OWN_TEXT)
+    add_flags(parser)
+    args = parser.parse(arguments)
+    args.any_text = args.test = None
+    request = request_of(args)
+    if not args.data:
+        raise RecipeError("--data FOLDER must be given, with train.txt, valid.txt and test.txt: see --help.")
+    source = Published(
+        request.out, args.model, args.source or kind_of(args.model), args.data, args.vocabulary, args.end, args.lines
+    )
+    new_attention = ["--decoder-update-rule", args.rule, "--state-size", str(args.state_size)]
+    if args.keep_softmax_layers:
+        new_attention += ["--keep-softmax-layers", args.keep_softmax_layers]
+    trainings = Trainings(request, source, " ".join(new_attention))
+    start = Stages(trainings, args.minutes)
+    models = [model for seed in request.seeds for model in trainings.of_seed(seed)]
+    measures = Measures(source, start, request)
+    table = Losses(request.out, source, start, measures)
+    return Recipe(request, models, source, start, [measures], table, "fwp-eval-lm", partial(sample, table))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="PATH", help="the source: a folder, see above, or a checkpoint")
+    add("--source", metavar="NAME", help="the code that wrote it, as for fwp-convert (default: by config.json)")
+    add("--data", type=Path, metavar="FOLDER", help="folder with the text, see above")
+    add("--lines", action="store_true", help="each line of the text is a sequence of its own (default: one stream)")
+    add("--vocabulary", type=Path, metavar="FILE", help="names of the tokens, one a line (default: its vocab.txt)")
+    add("--end", metavar="TOKEN", help="token that ends a text, by name or number (default: eos_token_id)")
+    add("--rule", default="gated_delta", metavar="RULE", help="update rule in place of softmax (default: gated_delta)")
+    size = "features of a head's keys; more state loses less (default: 32)"
+    add("--state-size", type=whole_number, default=32, metavar="M", help=size)
+    keep = "layers that keep softmax, numbered from 0, such as 0,3 (default: none)"
+    add("--keep-softmax-layers", metavar="LAYERS", help=keep)
+    add("--minutes", type=whole_number, default=20, metavar="N", help="time of all trainings (default: 20)")
+    add("--seeds", type=whole_number, metavar="N", help="train with the seeds 1 to N")
+
+
+def kind_of(model: Path) -> str:
+    """Return the source of fwp-convert for a folder. Raises RecipeError for any other path."""
+    config = model / "config.json"
+    try:
+        kind = json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        raise RecipeError(
+            f"--source must be given for {model}, which has no config.json: see fwp-convert --help."
+        ) from None
+    if kind not in SOURCES:
+        raise RecipeError(
+            f"model_type in {config} must be one of {', '.join(SOURCES)}, got {kind!r}; or give --source."
+        )
+    return SOURCES[kind]
+
+
+# The source as a softmax model of this plugin, and the text in its tokens.
+
+
+@dataclass(frozen=True)
+class Published(Data):
+    """A published model and a text: see `add_flags`. by_lines: each line of the text is a sequence of its own."""
+
+    model: Path
+    kind: str
+    text: Path
+    vocabulary: Path | None
+    end: str | None
+    by_lines: bool
+
+    @property
+    def results(self) -> Path:
+        """The folder of the source: its conversions and its scores."""
+        return self.out / SOURCE
+
+    @property
+    def line_start(self) -> str:
+        """What the source reads first in a line: what scores better, by `choose_start`."""
+        chosen = self.results / "line_start.txt"
+        return chosen.read_text(encoding="utf-8").split()[0] if chosen.exists() else next(iter(STARTS))
+
+    @property
+    def converted(self) -> Path:
+        return self.results / (f"lines_{self.line_start}" if self.by_lines else "stream")
+
+    @property
+    def vocabulary_flags(self) -> list[object]:
+        return ["--vocabulary", self.converted / "dict.txt"]
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return None if self.vocabulary else tokens.read(self.model)
+
+    def flag(self, name: str) -> str:
+        """Return a flag of the converted source."""
+        return value_of((self.converted / "flags.txt").read_text(encoding="utf-8").split(), name)
+
+    def settings(self) -> str:
+        files = [path for split in SPLITS if (path := find(self.text / f"{split}.txt"))]
+        form = "lines" if self.by_lines else "stream"
+        return f"{self.kind} {self.model.absolute()} {self.vocabulary} {self.end} {form} {known_as(*files)}"
+
+    def prepare(self, before_training: bool) -> None:
+        self.convert()
+        super().prepare(before_training)
+        if self.by_lines:
+            self.choose_start()
+
+    def convert(self) -> None:
+        if not self.converted.is_dir():
+            named = {"--vocabulary": self.vocabulary, "--end": self.end}
+            flags: list[object] = [word for flag, value in named.items() if value for word in (flag, value)]
+            flags += ["--line-start", self.line_start] if self.by_lines else []
+            run("fwp-convert", "--source", self.kind, self.model, *flags, "--out", self.converted)
+
+    def write(self, work: Path) -> None:
+        """Write the text in tokens of the source. Raises RecipeError if most of them are unknown."""
+        (work / "text").mkdir()
+        for split in SPLITS:
+            path = find(self.text / f"{split}.txt")
+            if path is None:
+                raise RecipeError(f"{self.text / split}.txt is missing: the folder must have train, valid and test.")
+            tokens.write(path, work / "text" / f"{split}.txt", self.tokenizer, self.by_lines)
+        preprocess_text(work / "text", work / "bin", "--srcdict", self.converted / "dict.txt")
+        check_known(work / "preprocess.log", self.converted / "dict.txt")
+        remove(work / "text" / "train.txt")
+
+    def choose_start(self) -> None:
+        """Score the validation text in both ways of reading a line, and choose the better one, for all that follows."""
+        if (self.results / "line_start.txt").exists():
+            return
+        losses = {}
+        for start in STARTS:
+            scores = self.results / f"start {start}.tsv"
+            flags = ["--line-start", start, "--scores", scores]
+            score(
+                self.converted / "checkpoint.pt", self.results / f"start {start}.json", self.bin, "valid", None, flags
+            )
+            losses[start] = loss_after_first_word(scores, start == "end")
+        best = min(losses, key=lambda start: losses[start])
+        said = ", ".join(f"{STARTS[start]} {loss:.4f}" for start, loss in losses.items())
+        words = f"The source reads lines best {STARTS[best]}. Loss of a token after the first word: {said}."
+        write(self.results / "line_start.txt", f"{best}\n{words}\n")
+        print(words, flush=True)
+        self.convert()
+
+
+def check_known(log: Path, dictionary: Path) -> None:
+    """Print the share of tokens that a dictionary lacks. Raises RecipeError if they are most of a text."""
+    for line in log.read_text(encoding="utf-8").splitlines():
+        before, found, _ = line.partition("% replaced")
+        share = float(before.split()[-1]) if found else 0.0
+        name = Path(line.split(":")[0].split()[-1]).name if found else ""
+        if share > 50:
+            raise RecipeError(
+                f"{name} must be text in tokens of the source, got {share:g} % that {dictionary} lacks: give names of "
+                "tokens between spaces, or a folder with the model's tokenizer.json."
+            )
+        if share:
+            print(f"{name}: {share:g} % of the tokens are not in the vocabulary (<unk>)")
+
+
+def loss_after_first_word(scores: Path, first_is_scored: bool) -> float:
+    """Return the mean loss of the tokens of each line after its first word, from a table of fwp-eval-lm."""
+    total, count, starts = 0.0, 0, first_is_scored
+    with scores.open(encoding="utf-8") as file:
+        next(file)
+        for line in file:
+            _, token, log_prob = line.rstrip("\n").split("\t")
+            if not starts:
+                total, count = total - float(log_prob), count + 1
+            starts = first_is_scored and token == "</s>"
+    return total / count if count else 0.0
+
+
+# The trainings.
+
+
+class Trainings(NamedTuple):
+    """The trainings of the recipe; new_attention: flags of fwp-convert."""
+
+    request: Request
+    source: Published
+    new_attention: str
+
+    def named(self, name: str, seed: int | None) -> Model:
+        """Return a training, with the model that it starts from."""
+        folder = self.request.out / name / ("" if seed is None else f"seed_{seed}")
+        before = {ADAPTED: SOURCE, ATTENTION: self.softmax(seed), DISTRIBUTION: ATTENTION, WORDS: DISTRIBUTION}[name]
+        target = self.new_attention if name == ATTENTION else ""
+        return Model(name, self.request.recipe / "conf" / f"{name}.yaml", folder, seed, before, target)
+
+    def of_seed(self, seed: int | None) -> list[Model]:
+        """Return the trainings of a seed, in their order."""
+        return [self.named(name, seed) for name in SHARES]
+
+    def softmax(self, seed: int | None) -> str:
+        """Return the softmax model that others start from and learn from: the adapted one, if that is better."""
+        adapted = self.request.out / ADAPTED / ("" if seed is None else f"seed_{seed}")
+        losses = [read_json(folder / "valid.json").get("loss") for folder in (adapted, self.source.results)]
+        return ADAPTED if None not in losses and losses[0] <= GAIN * losses[1] else SOURCE
+
+
+class Stages(ModelStart):
+    """The start of every training: its weights, its teacher, and as many updates as its share of the time allows."""
+
+    def __init__(self, trainings: Trainings, minutes: int) -> None:
+        source = trainings.source
+        super().__init__(
+            trainings.named, source.bin, [], trainings.request.extra,
+            architecture=["--task", "language_modeling", "--arch", "fwp_lm"],
+        )  # fmt: skip
+        self.trainings, self.minutes = trainings, minutes
+
+    def check(self, model: Model) -> None:
+        self.sources = {SOURCE: self.trainings.source.converted}
+        super().check(model)
+
+    def flags(self, model: Model) -> list[str]:
+        source = self.trainings.source
+        self.sources, self.source = {SOURCE: source.converted}, ["--source", "fwp-lm", *source.vocabulary_flags]
+        if model.name == ATTENTION:
+            for folder, checkpoint in ((source.results, source.converted / "checkpoint.pt"), self.adapted(model.seed)):
+                score(
+                    checkpoint,
+                    folder / "valid.json",
+                    source.bin,
+                    "valid",
+                    None,
+                    reading(source, self.trainings.request),
+                )
+            model = self.named(model.name, model.seed)
+        length = int(source.flag("--tokens-per-sample"))
+        flags = [*super().flags(model), "--max-tokens", str(max(TOKENS, length))]
+        flags += self.extra  # once more: they override the size of a batch
+        return flags + self.updates(model, flags)
+
+    def adapted(self, seed: int | None) -> tuple[Path, Path]:
+        """Return the folder and the checkpoint of the adapted model."""
+        return self.named(ADAPTED, seed).folder, self.checkpoint(ADAPTED, seed)
+
+    def teacher(self, model: Model) -> str:
+        return self.trainings.softmax(model.seed) if model.name in (ATTENTION, DISTRIBUTION) else ""
+
+    def updates(self, model: Model, flags: list[str]) -> list[str]:
+        """Return the flags of the length of a training; a trial measures the time of an update, once."""
+        if value_of(self.extra, "--max-update"):
+            return []
+        plan = model.folder / "updates.txt"
+        if not plan.exists():
+            model.folder.mkdir(parents=True, exist_ok=True)
+            count = max(TRIAL, int(60 * self.minutes * SHARES[model.name] * self.rate(model, flags)))
+            write(plan, f"{count}\n")
+        count = int(plan.read_text(encoding="utf-8"))
+        interval = str(max(1, count // 4))
+        return [
+            "--max-update", str(count), "--warmup-updates", str(max(1, count // 20)),
+            "--validate-interval-updates", interval, "--save-interval-updates", interval,
+        ]  # fmt: skip
+
+    def rate(self, model: Model, flags: list[str]) -> float:
+        """Return the updates a second of a short trial; its first half does not count."""
+        log = model.folder / "trial.log"
+        print(f"{model.label}: a trial of {TRIAL} updates measures their time.", flush=True)
+        short = ["--max-update", TRIAL, "--log-interval", TRIAL // 2, "--warmup-updates", 1, "--no-save"]
+        form = ["--disable-validation", "--log-format", "json", "--save-dir", model.folder]
+        run("fairseq-train", self.data, *PLUGIN, *flags, *short, *form, log=log)
+        lines = map(read_line, log.read_text(encoding="utf-8", errors="replace").splitlines())
+        rates = [numbers["ups"] for about, numbers in lines if about == "inner" and numbers.get("ups")]
+        if not rates:
+            raise RecipeError(f"the trial of {model.label} must log its speed, got none: see {log}.")
+        return rates[-1]
+
+
+def reading(source: Published, request: Request) -> list[object]:
+    """Return the flags of the one protocol of all models: lines as the source reads them best, or blocks."""
+    return [*([] if source.by_lines else ["--context-window", 0]), *request.evaluation_flags]
+
+
+# The evaluation, the table, and what the model writes.
+
+
+class Measures(NamedTuple):
+    """The evaluation of source, adapted, converted and trained models by one protocol."""
+
+    source: Published
+    start: Stages
+    request: Request
+
+    def check(self, models: Sequence[Model]) -> None:
+        """Raise RecipeError in the stage evaluate without a source."""
+        if self.request.stage == "evaluate" and not self.source.converted.is_dir():
+            raise RecipeError(f"{self.request.out} must have a source, got none: run the stage prepare first.")
+
+    def evaluate(self, model: Model) -> None:
+        self.measure(self.source.converted / "checkpoint.pt", self.source.results)
+        if model.name == ATTENTION:
+            folder = model.folder / "converted"
+            try:
+                self.measure(folder / "checkpoint.pt", folder, ["test"])
+            except CommandError:  # a converted model may give probabilities of zero
+                write(folder / "test.json", '{"perplexity": Infinity, "loss": Infinity}\n')
+        self.measure(model.folder / "checkpoint_best.pt", model.folder)
+
+    def measure(self, checkpoint: Path, folder: Path, splits: Sequence[str] = ("valid", "test")) -> None:
+        for split in splits:
+            path, flags = folder / f"{split}.json", reading(self.source, self.request)
+            if not path.exists():
+                score(checkpoint, path, self.source.bin, split, None, flags)
+
+
+class Losses(NamedTuple):
+    """The table of all models, and the folder of the best one."""
+
+    out: Path
+    source: Published
+    start: Stages
+    measures: Measures
+
+    def write(self, models: Sequence[Model]) -> None:
+        rows = [row for model in [None, *models] for row in self.rows_of(model)]
+        lines = [*table(rows), ""]
+        if self.source.by_lines and (chosen := self.source.results / "line_start.txt").exists():
+            lines.append(chosen.read_text(encoding="utf-8").splitlines()[1])
+        save(self.out, "results", rows, lines)
+        if best := self.best(models):
+            folder = self.publish(best)
+            print(f"The recurrent model is in {folder}: fairseq_fwp.load({str(folder)!r}).")
+
+    def rows_of(self, model: Model | None) -> list[dict[str, Any]]:
+        """Return the rows of the source (None) or of a training, and of the model that this begins with."""
+        folder = model.folder if model else self.source.results
+        training, seed = read_run(folder), "" if model is None or model.seed is None else model.seed
+        if training.diverged:
+            return []
+        names = {model.name if model else SOURCE: folder}
+        if model and model.name == ATTENTION:
+            names = {"converted": folder / "converted", **names}
+        rows = []
+        for name, of_name in names.items():
+            if result := read_json(of_name / "test.json"):
+                row = {"model": name, "seed": seed, "state": result.get("state_size"), "loss": result["loss"]}
+                trained = name not in (SOURCE, "converted")
+                done = {"updates": training.updates, "hours": training.hours} if trained else {}
+                rows.append(row | {"perplexity": result["perplexity"], "updates": "", "hours": ""} | done)
+        return rows
+
+    def best(self, models: Sequence[Model]) -> Model | None:
+        """Return the recurrent model with the lowest loss on the validation text."""
+        recurrent = [model for model in models if model.name in (ATTENTION, DISTRIBUTION, WORDS)]
+        losses = {model: read_json(model.folder / "valid.json").get("loss") for model in recurrent}
+        scored = [model for model in recurrent if losses[model] is not None]
+        return min(scored, key=lambda model: losses[model], default=None)
+
+    def publish(self, model: Model) -> Path:
+        """Write the folder of a model for fairseq_fwp.load; return it."""
+        folder = self.out / "recurrent"
+        if not folder.is_dir():
+            target = ["--to", "safetensors", "--out", folder]
+            run(
+                "fwp-convert",
+                "--source",
+                "fwp-lm",
+                *self.source.vocabulary_flags,
+                model.folder / "checkpoint_best.pt",
+                *target,
+            )
+        return folder
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each model, mean and deviation of its seeds, with its share of the source's perplexity."""
+    groups: dict[str, list[dict[str, Any]]] = {name: [] for name in ROWS}
+    for row in rows:
+        groups[row["model"]].append(row)
+    whole = groups[SOURCE][0]["perplexity"] if groups[SOURCE] else None
+    lines = []
+    for name, seeds in groups.items():
+        if seeds:
+            several = f", {len(seeds)} seeds" if len(seeds) > 1 else ""
+            shares = [100 * whole / row["perplexity"] for row in seeds] if whole else []
+            lines.append([
+                ROWS[name] + several, show(seeds[0]["state"], 0), mean([row["loss"] for row in seeds], 4),
+                mean([row["perplexity"] for row in seeds], 3), f"{mean(shares, 1)} %",
+                show(seeds[0]["updates"], 0), mean([row["hours"] for row in seeds]),
+            ])  # fmt: skip
+    heads = ["model", "state, numbers", "loss of a token, nats", "perplexity", "of the source", "updates", "hours"]
+    return markdown(heads, lines)
+
+
+def sample(table: Losses, model: Model) -> None:
+    """Print three texts that the recurrent model writes after the first tokens of lines of the test text."""
+    source, request = table.source, table.measures.request
+    best = table.best(table.start.trainings.of_seed(model.seed))
+    if best is None:
+        raise RecipeError("a recurrent model must be evaluated first: run the stage evaluate.")
+    lines = [line.split() for line in read_lines(source.folder / "text" / "test.txt") if line]
+    prompts, written = [" ".join(line[:2]) for line in lines[:3]], request.out / "prompt.txt"
+    write(written, "".join(prompt + "\n" for prompt in prompts))
+    log = request.out / "sample.log"
+    task = (
+        ["--task", "fwp_lines", "--line-start", source.line_start]
+        if source.by_lines
+        else ["--task", "language_modeling"]
+    )
+    length = int(source.flag("--tokens-per-sample"))
+    run(
+        "fairseq-interactive", source.bin, "--user-dir", ROOT / "fairseq_fwp", *task, "--input", written,
+        "--path", best.folder / "checkpoint_best.pt", "--sampling", "--beam", 1, "--max-len-b", min(200, length),
+        "--tokens-per-sample", length, "--seed", 1, *(flag for flag in request.extra if flag == "--cpu"), log=log,
+    )  # fmt: skip
+    for line in log.read_text(encoding="utf-8").splitlines():
+        if line.startswith("H-"):
+            words = line.split("\t")[2]
+            print(source.tokenizer.decode([int(word) for word in words.split()]) if source.tokenizer else words)
