@@ -18,6 +18,7 @@ from made_up import RECIPES, write_pairs
 from support import jobs
 from support.command_server import run
 
+import fairseq_fwp
 from tests.convert import test_gpt2
 
 SIZES = {"layers": "1", "embed-dim": "16", "ffn-embed-dim": "16", "attention-heads": "2"}
@@ -246,3 +247,48 @@ def test_any_path_is_taken(tmp_path, case, more):
         assert process.returncode == 0, said
     assert {path.name for path in tmp_path.iterdir()} == {AWKWARD, AWKWARD + " out"}
     assert not list(tmp_path.rglob("pwned*")) and list((tmp_path / (AWKWARD + " out")).rglob("dict*.txt"))
+
+
+@pytest.mark.parametrize("form", ["names", "tokenizer", "stream"])
+def test_a_published_model_becomes_recurrent(form, data, tmp_path):
+    """By one command, killed in between: lines of names, lines and a stream of a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    model = test_gpt2.Gpt2("gpt2", tmp_path)
+    model.save(test_gpt2.make_tensors())
+    names = [f"w{number}" for number in range(test_gpt2.WORDS)]
+    if form == "names":
+        (model.path / "vocab.txt").write_text("\n".join(names) + "\n")
+    else:
+        made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="w0"))
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        made.save(str(model.path / "tokenizer.json"))
+    chooser, text = random.Random(form), tmp_path / "text"
+    text.mkdir()
+    for split, count in (("train", 60), ("valid", 9), ("test", 9)):
+        lines = [" ".join(chooser.choice(names[1:-1]) for _ in range(chooser.randint(2, 9))) for _ in range(count)]
+        (text / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    out, settings = tmp_path / "out", ["--model", model.path, "--data", text, "--cpu", "--state-size", 4, "--seeds", 2]
+    settings += ["--lines"] * (form != "stream") + (["--minutes", 1] if form == "names" else [*STEPS[:4]])
+
+    def launch(*stage):
+        return drive("recurrent", RECIPES / "recurrent", [], tmp_path, *stage, *settings, "--out", out)
+
+    process = launch("all")
+    while not (out / "attention" / "seed_1" / "train.log").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    for stage in ("all", "sample"):
+        process = launch(stage)
+        said = process.communicate()[0]
+        assert process.returncode == 0, said
+    assert said.count("\nw") >= 3 or "| w" in said
+    table = (out / "table.md").read_text()
+    rows = ["source", "source, fine-tuned on the text, 2 seeds", "converted, not trained, 2 seeds"]
+    assert all(f"| {row} |" in table for row in [*rows, "3. words learned, 2 seeds"])
+    assert ("The source reads lines best" in table) == (form != "stream")
+    loaded = fairseq_fwp.load(out / "recurrent")
+    log_probs, state = loaded(loaded.encode("w3 w4" if form == "names" else "3 4"))
+    assert log_probs.isfinite().any() and state is not None

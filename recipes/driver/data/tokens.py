@@ -47,13 +47,14 @@ def read_tokenizer(file: Path) -> Tokenizer:
 def write(text: Path, out: Path, tokenizer: Tokenizer | None, by_lines: bool) -> None:
     """Write a line of tokens for each line of a text, or for each of its documents. Raises RecipeError without text."""
     count = 0
-    with whole(out) as work, work.open("w", encoding="utf-8", newline="\n") as file:
-        for piece in pieces(text, tokenizer, by_lines):
-            tokens = piece.split() if tokenizer is None else [str(number) for number in tokenizer.encode(piece)]
-            count += len(tokens)
-            file.write(" ".join(tokens) + "\n")
-    if not count:
-        raise RecipeError(f"{text} must have text, got none.")
+    with whole(out) as work:
+        with work.open("w", encoding="utf-8", newline="\n") as file:
+            for piece in pieces(text, tokenizer, by_lines):
+                tokens = piece.split() if tokenizer is None else [str(number) for number in tokenizer.encode(piece)]
+                count += len(tokens)
+                file.write(" ".join(tokens) + "\n")
+        if not count:
+            raise RecipeError(f"{text} must have text, got none.")
     print(f"{out.name.removesuffix('.txt')}: {count:,} tokens")
 
 

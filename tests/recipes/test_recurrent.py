@@ -1,0 +1,155 @@
+"""A published model made recurrent by one command: its text, its choices and its table."""
+
+import json
+
+import pytest
+import recurrent
+from commands import RecipeError
+from data import tokens
+from support.pairwise import looped
+
+SCORES = "position\ttoken\tlog_prob\n" + "".join(
+    f"{place}\t{token}\t{value}\n"
+    for place, (token, value) in enumerate([("a", -9), ("b", -1), ("</s>", -2), ("c", -9), ("</s>", -6)])
+)
+
+
+@looped("scored, loss", [(True, 3.0), (False, 5.4)])
+def test_the_first_word_of_a_line_does_not_count_where_it_is_scored(tmp_path, scored, loss):
+    """(1 + 2 + 6) / 3 with the first words left out, or the mean of all."""
+    (tmp_path / "scores.tsv").write_text(SCORES)
+    assert recurrent.loss_after_first_word(tmp_path / "scores.tsv", scored) == pytest.approx(loss)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function start(*words) -> the recipe of a GPT-2, whose folder and text are there."""
+    for name in ("model", "text"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+
+    def compose(*words):
+        folders = ["--model", tmp_path / "model", "--data", tmp_path / "text", "--out", tmp_path / "out"]
+        recipe = recurrent.ROOT / "recipes" / "recurrent"
+        return recurrent.compose([*map(str, ["--recipe", recipe, "--", *words, *folders])])
+
+    return compose
+
+
+def scored(folder, **losses):
+    """Write results of evaluations on a split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, loss in losses.items():
+        (folder / f"{split}.json").write_text(json.dumps({"loss": loss, "perplexity": 2**loss, "state_size": 7}))
+
+
+@looped("adapted, teacher", [(None, "source"), (1.0, "source"), (0.995, "source"), (0.98, "adapted")])
+def test_the_adapted_model_teaches_if_it_is_better(start, tmp_path, adapted, teacher):
+    recipe = start()
+    scored(tmp_path / "out" / "source", valid=1.0)
+    (tmp_path / "out" / "adapted" / "valid.json").unlink(missing_ok=True)
+    if adapted:
+        scored(tmp_path / "out" / "adapted", valid=adapted)
+    stages = recipe.start
+    attention, distribution, words = (stages.named(name, None) for name in ("attention", "distribution", "words"))
+    assert attention.origin == teacher == stages.teacher(attention) == stages.teacher(distribution)
+    assert (distribution.origin, words.origin, stages.teacher(words)) == ("attention", "distribution", "")
+    assert attention.convert == "--decoder-update-rule gated_delta --state-size 32"
+
+
+def test_every_seed_has_all_trainings(start):
+    models = start("--seeds", "2").models
+    assert [(model.name, model.seed) for model in models] == [
+        (name, seed) for seed in (1, 2) for name in recurrent.SHARES
+    ]
+    assert sum(recurrent.SHARES.values()) == pytest.approx(1)
+
+
+def test_a_trial_decides_the_number_of_updates_once(start, tmp_path, monkeypatch):
+    stages, rates = start("--minutes", "10").start, [2.0]
+    monkeypatch.setattr(stages, "rate", lambda model, flags: rates.pop())
+    model = stages.named("distribution", None)
+    for _ in range(2):  # the second time the plan is read
+        flags = stages.updates(model, [])
+        assert flags[:4] == ["--max-update", "660", "--warmup-updates", "33"]
+    assert start("--max-update", "3").start.updates(model, []) == []
+
+
+def test_the_table_compares_with_the_source(start, tmp_path):
+    recipe = start()
+    scored(tmp_path / "out" / "source", test=1.0)
+    scored(tmp_path / "out" / "attention" / "converted", test=3.0)
+    rows = [row for model in [None, *recipe.models] for row in recipe.table.rows_of(model)]
+    lines = recurrent.table(rows)
+    assert lines[2:] == [
+        "| source | 7 | 1.0000 | 2.000 | 100.0 % | - | - |",
+        "| converted, not trained | 7 | 3.0000 | 8.000 | 25.0 % | - | - |",
+    ]
+    scored(tmp_path / "out" / "distribution", valid=1.2)
+    scored(tmp_path / "out" / "words", valid=1.1)
+    assert recipe.table.best(recipe.models).name == "words"
+
+
+@looped(
+    "log, says", [("a/train.txt: 9 sents, 99 tokens, 60.5% replaced (by <unk>)", "train.txt must be text in tokens of")]
+)
+def test_a_text_of_other_words_is_refused(tmp_path, log, says):
+    (tmp_path / "log").write_text(f"[None] Dictionary: 8 types\n[None] {log}\n")
+    with pytest.raises(RecipeError, match=says):
+        recurrent.check_known(tmp_path / "log", tmp_path / "dict.txt")
+
+
+@looped(
+    "words, says",
+    [
+        (["--source", "gpt2", "--minutes", "0"], "--minutes: must be a whole number of at least 1, got '0'"),
+        (["evaluate"], "must have a source, got none: run the stage prepare first"),
+    ],
+)
+def test_refusals(start, capsys, words, says):
+    with pytest.raises((RecipeError, SystemExit)) as stopped:
+        start(*words).check()
+    assert says in f"{stopped.value}{capsys.readouterr().err}"
+
+
+@looped("config, says", [(None, "which has no config.json"), ('{"model_type": "t5"}', "must be one of gpt2, .*'t5'")])
+def test_models_that_are_refused(tmp_path, config, says):
+    if config:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(RecipeError, match=says):
+        recurrent.kind_of(tmp_path)
+
+
+@looped("by_lines, expected", [(True, ["a b", "c", "<|endoftext|>", "d"]), (False, ["a b\n\nc", "d"])])
+def test_pieces_of_a_raw_text(tmp_path, by_lines, expected):
+    """Lines that are not empty, or documents."""
+    (tmp_path / "x.txt").write_text("a b\n\nc\n<|endoftext|>\nd\n")
+    read = tokens.Tokenizer(lambda text: [ord(letter) for letter in text], lambda numbers: "".join(map(chr, numbers)))
+    assert list(tokens.pieces(tmp_path / "x.txt", read, by_lines)) == expected
+    tokens.write(tmp_path / "x.txt", tmp_path / "out.txt", read, by_lines)
+    lines = (tmp_path / "out.txt").read_text().splitlines()
+    assert [read.decode([int(number) for number in line.split()]) for line in lines] == expected
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(RecipeError, match="must have text, got none"):
+        tokens.write(tmp_path / "empty.txt", tmp_path / "none.txt", read, by_lines)
+    assert not (tmp_path / "none.txt").exists()
+
+
+def test_tokenizers_of_folders(tmp_path):
+    """A tokenizer.json, unless vocab.txt has names of tokens; without either the text is tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    assert tokens.read(tmp_path) is None
+    made = Tokenizer(WordLevel({"[UNK]": 0, "ab": 1, "c": 2}, unk_token="[UNK]"))
+    made.pre_tokenizer = WhitespaceSplit()
+    made.save(str(tmp_path / "tokenizer.json"))
+    read = tokens.read(tmp_path)
+    assert list(read.encode("c ab  ab")) == [2, 1, 1] and read.decode([2, 1]) == "c ab"
+    (tmp_path / "vocab.txt").write_text("ab\n")
+    assert tokens.read(tmp_path) is None
+    (tmp_path / "vocab.txt").unlink()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RecipeError, match="must be a tokenizer of the package tokenizers"):
+        tokens.read(tmp_path)
