@@ -32,7 +32,7 @@ from fairseq_fwp.cli.logs import read_line
 
 SOURCE, ADAPTED, ATTENTION, DISTRIBUTION, WORDS = "source", "adapted", "attention", "distribution", "words"
 # The trainings, with their shares of the time.
-SHARES = {ADAPTED: 0.10, ATTENTION: 0.25, DISTRIBUTION: 0.55, WORDS: 0.10}
+SHARES = {ADAPTED: 0.10, ATTENTION: 0.30, DISTRIBUTION: 0.55, WORDS: 0.05}
 # The adapted model is the teacher if it has at most this share of the source's loss on the validation text.
 GAIN = 0.99
 # What a model reads first in a line, see fairseq_fwp/tasks/lines.py, in words.
@@ -64,10 +64,7 @@ def compose(arguments: list[str]) -> Recipe:
     source = Published(
         request.out, args.model, args.source or kind_of(args.model), args.data, args.vocabulary, args.end, args.lines
     )
-    new_attention = ["--decoder-update-rule", args.rule, "--state-size", str(args.state_size)]
-    if args.keep_softmax_layers:
-        new_attention += ["--keep-softmax-layers", args.keep_softmax_layers]
-    trainings = Trainings(request, source, " ".join(new_attention))
+    trainings = Trainings(request, source, args.rule, args.state_size, args.keep_softmax_layers)
     start = Stages(trainings, args.minutes)
     models = [model for seed in request.seeds for model in trainings.of_seed(seed)]
     measures = Measures(source, start, request)
@@ -231,11 +228,21 @@ def loss_after_first_word(scores: Path, first_is_scored: bool) -> float:
 
 
 class Trainings(NamedTuple):
-    """The trainings of the recipe; new_attention: flags of fwp-convert."""
+    """The trainings of the recipe; rule, state_size, softmax_layers: of the new attention."""
 
     request: Request
     source: Published
-    new_attention: str
+    rule: str
+    state_size: int
+    softmax_layers: str | None
+
+    @property
+    def new_attention(self) -> str:
+        """The flags of fwp-convert. Decay begins with memories of all lengths (docs/conversion.md)."""
+        flags = f"--decoder-update-rule {self.rule} --state-size {self.state_size}"
+        if self.rule == "decay" and self.source.converted.is_dir():
+            flags += f" --decay-spans {self.source.flag('--tokens-per-sample')}"
+        return flags + (f" --keep-softmax-layers {self.softmax_layers}" if self.softmax_layers else "")
 
     def named(self, name: str, seed: int | None) -> Model:
         """Return a training, with the model that it starts from."""
