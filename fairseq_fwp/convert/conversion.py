@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fairseq_fwp.ops.arguments import DTYPES
 from fairseq_fwp.options import Settings
+from fairseq_fwp.pretrained.folder import CONFIG
 
 # Words of a language model, or of each language in translation.
 Words = list[str] | dict[str, list[str]]
@@ -93,6 +94,21 @@ class Tensors(dict[str, Tensor]):
             raise ValueError(f"{name} must be floating-point, got {tensor.dtype}: {quantised}")
         del self[name]
         return tensor
+
+    def take_rows(self, name: str, rows: int) -> Tensor:
+        """Take a tensor. Raises ValueError if it has another number of rows, or nothing in them."""
+        tensor = self.take(name)
+        if tensor.shape[:1] != (rows,) or not tensor.numel():
+            raise ValueError(f"{name} must have {rows} rows as {CONFIG} says, got {tuple(tensor.shape)}")
+        return tensor
+
+    def join(self, ours: str, theirs: Mapping[str, int]) -> Tensor:
+        """Take the tensors that ours joins, with their numbers of rows. Raises ValueError if they do not fit."""
+        parts = [self.take_rows(name, rows) for name, rows in theirs.items()]
+        if len({part.shape[1:] for part in parts}) > 1:
+            got = ", ".join(f"{name} {tuple(part.shape)}" for name, part in zip(theirs, parts, strict=True))
+            raise ValueError(f"the parts of {ours} must have rows of one shape, got {got}")
+        return torch.cat(parts) if len(parts) > 1 else parts[0]  # without a second copy of a large model
 
     def numbered(self, name: str) -> list[str]:
         """Return the names that have numbers from 0 on in the braces of `name`, such as tables.{}.weight."""

@@ -5,7 +5,7 @@ Latent attention and experts are refused. D: hidden_size, H heads with keys of s
 Names of earlier versions of RWKV-7, with all mixtures in one tensor x_x, are read too.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import inf, isclose
 from pathlib import Path
@@ -17,8 +17,20 @@ from torch import Tensor
 
 from fairseq_fwp.convert import folder
 from fairseq_fwp.convert.checkpoint import check
+from fairseq_fwp.convert.config import (
+    FITS,
+    POSITIVE,
+    SWITCH,
+    WHOLE,
+    Expected,
+    Kinds,
+    check_expected,
+    check_kinds,
+    names_in,
+    unread_note,
+)
 from fairseq_fwp.convert.conversion import Conversion, Options, Source, Tensors
-from fairseq_fwp.convert.vocabulary import arrange
+from fairseq_fwp.convert.vocabulary import arrange, take_tables
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import MODERN, RWKV7
@@ -50,8 +62,7 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
          "head_dim": 64, "norm_eps": 1e-5, "num_heads": None, "v_low_rank_dim": None},
     ),
 }  # fmt: skip
-# Settings with the only value that can be converted, and what the model does with another value.
-EXPECTED = {
+EXPECTED: Expected = {
     "attnres_block_size": (None, "its layers attend to the outputs of earlier ones"),
     "hidden_act": ("swish", "its feed-forward blocks have another activation"),
     "qk_activation": ("silu", "its queries and keys have another activation"),
@@ -60,7 +71,7 @@ EXPECTED = {
     "use_output_norm": (True, "its layers do not normalise what they read"),
     "use_short_conv": (True, "it has no short convolution"),
 }
-EXPECTED_OF_RWKV7 = {
+EXPECTED_OF_RWKV7: Expected = {
     "attn": (None, "some of its layers have softmax attention, which has no values of the first layer"),
     "hidden_act": ("sqrelu", "its feed-forward blocks have another activation"),
     "norm_bias": (True, "its layer normalisation has no biases"),
@@ -74,23 +85,16 @@ SOFTMAX = {
     "window_size": "attention_window",
     "rope_theta": "attention_rope_theta",
 }
-# What settings must be unless they are left out: words for errors, and whether a value is that. True is not 1 here.
-KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
-    "a whole number of at least 1": (
-        lambda value: type(value) is int and value >= 1,
+KINDS: Kinds = {
+    WHOLE: (
+        FITS[WHOLE],
         ("attn.num_heads", "attn.num_kv_heads", "attn.window_size", "a_low_rank_dim", "conv_size",
          "decay_low_rank_dim", "gate_low_rank_dim", "head_dim", "hidden_size", "intermediate_size",
          "max_position_embeddings", "num_heads", "num_hidden_layers", "num_v_heads", "v_low_rank_dim", "vocab_size"),
     ),
-    "a number above 0": (
-        lambda value: type(value) in (int, float) and 0 < value < inf,
-        ("attn.rope_theta", "expand_k", "expand_v", "hidden_ratio", "norm_eps"),
-    ),
+    POSITIVE: (FITS[POSITIVE], ("attn.rope_theta", "expand_k", "expand_v", "hidden_ratio", "norm_eps")),
     "a number below 0": (lambda value: type(value) in (int, float) and -inf < value < 0, ("lower_bound",)),
-    "true or false": (
-        lambda value: type(value) is bool,
-        ("allow_neg_eigval", "attn.qkv_bias", "fuse_norm", "tie_word_embeddings", "use_gate"),
-    ),
+    SWITCH: (FITS[SWITCH], ("allow_neg_eigval", "attn.qkv_bias", "fuse_norm", "tie_word_embeddings", "use_gate")),
     "swish, silu or sigmoid": (lambda value: value in ("swish", "silu", "sigmoid"), ("output_gate_activation",)),
     "a list of numbers of layers": (
         lambda value: isinstance(value, list) and value != [] and all(type(one) is int and one >= 0 for one in value),
@@ -103,8 +107,11 @@ NOT_READ = {
     "fuse_linear_cross_entropy", "fuse_swiglu", "initializer_range", "max_window_layers", "pad_token_id", "torch_dtype",
     "transformers_version", "use_cache", "use_l2warp",
 }  # fmt: skip
-# Settings that are read by name, and those of the command.
-READ = {"end", "line_start", "model_type", "safe_gate", "value_dim"}
+# Settings that are read, also by name, those of the command, and those that are not.
+KNOWN = {
+    *NOT_READ, *names_in(KINDS), *EXPECTED, *EXPECTED_OF_RWKV7, *DEFAULTS, "end", "line_start", "model_type",
+    "safe_gate", "value_dim",
+}  # fmt: skip
 # Letters of RWKV-7's mixtures, in our order; and of its projections of low rank, with the settings of their ranks.
 MIXTURES = "rwkvag"
 LOW_RANKS = {
@@ -139,12 +146,9 @@ def complete(config: Settings) -> Settings:
         raise ValueError(
             f"model_type in {CONFIG} must be one of {', '.join(MODELS)}, got {kind!r}: no other can be loaded"
         )
-    expected = {**EXPECTED, **(EXPECTED_OF_RWKV7 if kind == "rwkv7" else {})}
-    for name, (value, reason) in expected.items():
-        if config.get(name, value) != value:
-            raise ValueError(f"{CONFIG} has {name} = {config[name]!r}, which cannot be converted: {reason}")
+    check_expected(config, {**EXPECTED, **(EXPECTED_OF_RWKV7 if kind == "rwkv7" else {})})
     settings, softmax = {**DEFAULTS, **MODELS[kind][2], **config}, given_softmax(config.get("attn"))
-    check_kinds({**settings, **{f"attn.{name}": value for name, value in softmax.items()}})
+    check_kinds({**settings, **{f"attn.{name}": value for name, value in softmax.items()}}, KINDS)
     size = settings["hidden_size"]
     if kind == "rwkv7":
         dims = settings.get("value_dim")
@@ -172,15 +176,6 @@ def given_softmax(attn: Any) -> Settings:
         needs = f"layers and num_heads, and nothing else but {others}"
         raise ValueError(f"attn in {CONFIG} must have {needs}, got {got}")
     return settings
-
-
-def check_kinds(settings: Settings) -> None:
-    """Raise ValueError for a setting of another kind than in KINDS."""
-    for kind, (fits, names) in KINDS.items():
-        for name in names:
-            value = settings.get(name)
-            if value is not None and not fits(value):
-                raise ValueError(f"{name} in {CONFIG} must be {kind}, got {value!r}")
 
 
 def check_divides(name: str, part: int, size: int) -> None:
@@ -348,18 +343,14 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     )
     if config["model_type"] == "rwkv7":
         for name in [name for name in unread if name.endswith(".attn.x_x")]:
-            mixtures = take_rows(unread, name, len(MIXTURES)).unflatten(0, (-1, 1, 1))
+            mixtures = unread.take_rows(name, len(MIXTURES)).unflatten(0, (-1, 1, 1))
             unread |= {f"{name[:-1]}{letter}": part for letter, part in zip(MIXTURES, mixtures, strict=True)}
         for letter, setting in LOW_RANKS.values():
             shapes = [unread[name].shape for name in unread if name.endswith(f".{letter}_lora.lora.0.weight")]
             config[setting] = config[setting] or next((shape[0] for shape in shapes if shape), 1)
     weights: dict[str, Tensor] = {}
     for ours, theirs in names_of(config):
-        parts = [take_rows(unread, name, rows) for name, rows in theirs.items()]
-        if len({part.shape[1:] for part in parts}) > 1:
-            got = ", ".join(f"{name} {tuple(part.shape)}" for name, part in zip(theirs, parts, strict=True))
-            raise ValueError(f"the parts of {ours} must have rows of one shape, got {got}")
-        joined = torch.cat(parts) if len(parts) > 1 else parts[0]  # without a second copy of a large model
+        joined = unread.join(ours, theirs)
         if ".convolution." in ours or ".self_attn.token_shift." in ours:
             joined = joined.reshape(len(joined), -1)
         elif ".token_shift." in ours:
@@ -367,34 +358,10 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         elif ".gate_activations." in ours:
             joined = joined.view(value_heads, -1)
         weights[ours] = joined
-    table = take_rows(unread, "model.embeddings.weight", len(words))
-    weights["decoder.embed_tokens.weight"] = vocabulary.place(table, fill=0.0)
-    if not config["tie_word_embeddings"]:
-        head = take_rows(unread, "lm_head.weight", len(words))
-        weights["decoder.adaptive_softmax.words.weight"] = vocabulary.place(head, fill=0.0)
-    elif "lm_head.weight" in unread:
-        unread.take_equal("lm_head.weight", table, "lm_head")
-    # Symbols of fairseq's dictionary that the model lacks get probability 0, and are not learned.
-    weights["decoder.adaptive_softmax.bias"] = vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf)
+    weights |= take_tables(unread, vocabulary, "model.embeddings.weight", config["tie_word_embeddings"])
     unread.rename({})  # refuses what is left
-    notes = [*notes_of(options), *vocabulary.notes]
+    notes = [*unread_note(options, KNOWN), *vocabulary.notes]
     return Conversion("fwp_lm", flags_of(config), weights, vocabulary.words, notes, options.get("line_start"))
-
-
-def notes_of(config: Settings) -> list[str]:
-    """Return a sentence about the settings of config.json that nothing here reads, if it has any."""
-    kinds = (name for _, names in KINDS.values() for name in names)
-    listed = {*NOT_READ, *kinds, *EXPECTED, *EXPECTED_OF_RWKV7, *DEFAULTS, *READ}
-    others = ", ".join(sorted(config.keys() - listed))
-    return [f"{CONFIG} has settings that are not read: {others}; the model must not depend on them"] * bool(others)
-
-
-def take_rows(tensors: Tensors, name: str, rows: int) -> Tensor:
-    """Take a tensor. Raises ValueError if it has another number of rows, or nothing in them."""
-    tensor = tensors.take(name)
-    if tensor.shape[:1] != (rows,) or not tensor.numel():
-        raise ValueError(f"{name} must have {rows} rows as {CONFIG} says, got {tuple(tensor.shape)}")
-    return tensor
 
 
 def write(conversion: Conversion, out: Path) -> None:

@@ -7,6 +7,8 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
+from fairseq_fwp.convert.conversion import Tensors
+
 # Names of fairseq's special symbols in vocabularies; the first one in a vocabulary counts. <S> and <UNK> are LM1B's.
 START, PADDING = ("<s>",), ("<pad>",)
 END_OF_LINE = ("</s>", "<eos>", "<S>")
@@ -68,6 +70,21 @@ def arrange(words: list[str]) -> Vocabulary:
     rows = [next((numbers[name] for name in names[index] if name in numbers), -1) for index in range(len(specials))]
     others = [word for number, word in enumerate(words) if number not in rows]
     return Vocabulary(others, torch.tensor(rows + [numbers[word] for word in others]))
+
+
+def take_tables(tensors: Tensors, vocabulary: Vocabulary, embeddings: str, tied: bool) -> dict[str, Tensor]:
+    """Take the vectors of words, and of the output those of lm_head, which are the same if they are tied."""
+    words, head = int((vocabulary.rows >= 0).sum()), "lm_head.weight"
+    table = tensors.take_rows(embeddings, words)
+    weights = {"decoder.embed_tokens.weight": vocabulary.place(table, fill=0.0)}
+    if not tied:
+        output = tensors.take_rows(head, words)
+        weights["decoder.adaptive_softmax.words.weight"] = vocabulary.place(output, fill=0.0)
+    elif head in tensors:
+        tensors.take_equal(head, table, "lm_head")
+    # Symbols of fairseq's dictionary that the model lacks get probability 0, and are not learned.
+    weights["decoder.adaptive_softmax.bias"] = vocabulary.place(table.new_zeros(words), fill=-torch.inf)
+    return weights
 
 
 def given_words(checkpoint: Path, vocabulary: Path | None) -> list[str]:

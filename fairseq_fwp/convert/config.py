@@ -1,0 +1,50 @@
+"""The settings in config.json of transformers' folders: checks before a conversion, and a note about the others."""
+
+from collections.abc import Callable, Collection, Mapping
+from math import inf
+from typing import Any, TypeAlias
+
+from fairseq_fwp.options import Settings
+from fairseq_fwp.pretrained.folder import CONFIG
+
+# Of a setting the only value that can be converted, and what the model does with another value.
+Expected: TypeAlias = Mapping[str, tuple[object, str]]
+# What settings must be unless they are left out: words for errors, whether a value is that, and their names.
+Kinds: TypeAlias = Mapping[str, tuple[Callable[[Any], bool], tuple[str, ...]]]
+
+# True is not 1 here.
+WHOLE = "a whole number of at least 1"
+POSITIVE = "a number above 0"
+SWITCH = "true or false"
+FITS: dict[str, Callable[[Any], bool]] = {
+    WHOLE: lambda value: type(value) is int and value >= 1,
+    POSITIVE: lambda value: type(value) in (int, float) and 0 < value < inf,
+    SWITCH: lambda value: type(value) is bool,
+}
+
+
+def check_expected(config: Settings, expected: Expected) -> None:
+    """Raise ValueError for a setting with another value than the one that can be converted."""
+    for name, (value, reason) in expected.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"{CONFIG} has {name} = {config[name]!r}, which cannot be converted: {reason}")
+
+
+def check_kinds(config: Settings, kinds: Kinds) -> None:
+    """Raise ValueError for a setting of another kind."""
+    for kind, (fits, names) in kinds.items():
+        for name in names:
+            value = config.get(name)
+            if value is not None and not fits(value):
+                raise ValueError(f"{name} in {CONFIG} must be {kind}, got {value!r}")
+
+
+def names_in(kinds: Kinds) -> set[str]:
+    """Return the names of the settings of all kinds."""
+    return {name for _, names in kinds.values() for name in names}
+
+
+def unread_note(config: Settings, known: Collection[str]) -> list[str]:
+    """Return a sentence about the settings that are not known, if there are any."""
+    others = ", ".join(sorted(config.keys() - known))
+    return [f"{CONFIG} has settings that are not read: {others}; the model must not depend on them"] * bool(others)
