@@ -60,6 +60,9 @@ OF_SOFTMAX = {
     "bias": "attention_bias",
     "softmax_heads": "attention_softmax_heads",
     "kv_heads": "attention_kv_heads",
+    "head_dim": "attention_head_dim",
+    "qk_norm": "attention_qk_norm",
+    "norm_epsilon": "norm_epsilon",
     "qkv_bias": "attention_qkv_bias",
     "rope_theta": "attention_rope_theta",
 }

@@ -52,6 +52,10 @@ class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
         None,
         "heads of keys and values in softmax attention, a divisor of its heads: several in a row share one; none: all",
     )
+    attention_head_dim: Optional[int] = option(  # noqa: UP045
+        None, "size of the heads of softmax attention, at least 1; none: embedding dimension / heads"
+    )
+    attention_qk_norm: bool = option(False, "RMS normalisation of each head's queries and keys in softmax attention")
     attention_qkv_bias: bool = option(False, "biases only of queries, keys and values in softmax attention")
     attention_rope_theta: Optional[float] = option(  # noqa: UP045
         None, "base, such as 10000, of the rotary positions of softmax attention (Su et al. 2021); none: no rotation"

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 import re
 
 import pytest
@@ -193,9 +194,13 @@ def scores_by_definition(layer, x):
 
     Heads of queries share those of keys; a pair of rotated numbers is a complex number, turned by its place.
     """
-    size, count = DIM // layer.num_heads, x.shape[1]
-    parts = layer.in_proj(x).split(getattr(layer, "sizes", [DIM] * 3), -1)
-    q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
+    sizes, count = getattr(layer, "sizes", [DIM] * 3), x.shape[1]
+    size = sizes[0] // layer.num_heads
+    q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in layer.in_proj(x).split(sizes, -1))
+    if getattr(layer, "query_norm", None) is not None:
+        means = (part.square().mean(-1, keepdim=True) for part in (q, k))
+        gains = (layer.query_norm.weight, layer.key_norm.weight)
+        q, k = (part / (mean + 0.5).sqrt() * gain for part, mean, gain in zip((q, k), means, gains, strict=True))
     k, v = (part.repeat_interleave(layer.num_heads // part.shape[1], 1) for part in (k, v))
     distance = torch.arange(count)[:, None] - torch.arange(count)
     if isinstance(layer, RelativeAttention):
@@ -229,13 +234,19 @@ def by_definition(layer, x):
     return layer.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+NORMALISED = {"kv_heads": 1, "head_dim": 10, "qk_norm": True, "norm_epsilon": 0.5, "rope_theta": 50.0}
+
+
 @looped("window", [None, 1, 2, 3, 5, 6, 8, 40])
-@looped("options", [{}, {"softmax_heads": 6, "kv_heads": 3, "qkv_bias": True, "rope_theta": 50.0}])
+@looped("options", [{}, {"softmax_heads": 6, "kv_heads": 3, "qkv_bias": True, "rope_theta": 50.0}, NORMALISED])
 @looped("pieces", [[1], [5], [8], [17], [1] * 11, [2, 9], [7, 4]])
 def test_softmax_attention_is_its_definition(window, options, pieces):
     layer, state, outs = SoftmaxAttention(DIM, HEADS, **options), None, []
     if window is not None:
         layer = LocalAttention(DIM, HEADS, window, **options)
+    if options == NORMALISED:
+        for norm in (layer.query_norm, layer.key_norm):
+            torch.nn.init.normal_(norm.weight, 1.0, 0.5)
     layer, x = layer.double(), random(2, sum(pieces), DIM)
     for piece in x.split(pieces, 1):
         y, state = layer(piece, state)
@@ -243,6 +254,20 @@ def test_softmax_attention_is_its_definition(window, options, pieces):
     torch.testing.assert_close(torch.cat(outs, 1), by_definition(layer, x))
     assert state.keys.shape[1:3] == (options.get("kv_heads", HEADS), min((window or 99) - 1, sum(pieces)))
     assert layer.out_proj.bias is None
+
+
+@looped("normalised", [False, True])
+def test_pickles_of_softmax_attention(normalised):
+    """Those of former versions do not say that the layer does not normalise queries and keys."""
+    layer, x = SoftmaxAttention(DIM, HEADS, qk_norm=normalised), torch.randn(1, 5, DIM)
+    if not normalised:
+        del layer.__dict__["query_norm"], layer.__dict__["key_norm"]
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert [loaded.query_norm is None, loaded.key_norm is None] == 2 * [not normalised]
+    if normalised:
+        assert torch.equal(loaded(x)[0], layer(x)[0])
+    else:
+        torch.testing.assert_close(loaded(x)[0].double(), by_definition(loaded.double(), x.double()), rtol=0, atol=1e-6)
 
 
 def relative(positions="relative", clamp_len=None, window=None):
@@ -368,6 +393,10 @@ REFUSED = [
     (SoftmaxAttention, {"softmax_heads": 0}, "`softmax_heads` must divide `embed_dim` = 12, got 0"),
     (SoftmaxAttention, {"kv_heads": 3}, "`kv_heads` must divide the number of heads, 2, got 3"),
     (SoftmaxAttention, {"kv_heads": 0}, "`kv_heads` must divide the number of heads, 2, got 0"),
+    (SoftmaxAttention, {"softmax_heads": 0, "head_dim": 4}, "`softmax_heads` must divide `embed_dim` = 12, got 0"),
+    (SoftmaxAttention, {"head_dim": 0}, "`head_dim` must be at least 1, got 0"),
+    (SoftmaxAttention, {"head_dim": 3, "rope_theta": 10.0},
+     "`rope_theta` must be left out with heads of an odd size, got heads of 3"),
     (SoftmaxAttention, {"rope_theta": 0.0}, "`rope_theta` must be above 0, got 0.0"),
     (SoftmaxAttention, {"softmax_heads": 4, "rope_theta": 10.0},
      "`rope_theta` must be left out with heads of an odd size, got heads of 3"),

@@ -42,11 +42,13 @@ FAST_WEIGHTS = [
     )
 ]
 ROTARY = {"softmax_heads": 6, "kv_heads": 2, "qkv_bias": True, "rope_theta": 30.0}
+NORMALISED = {"softmax_heads": 2, "kv_heads": 1, "head_dim": 4, "qk_norm": True, "rope_theta": 30.0}
 BASELINES = {
     ("softmax",): lambda: SoftmaxAttention(DIM, HEADS),
     ("local",): lambda: LocalAttention(DIM, HEADS, window=6),
     ("softmax", "rotary"): lambda: SoftmaxAttention(DIM, HEADS, **ROTARY),
     ("local", "rotary"): lambda: LocalAttention(DIM, HEADS, window=4, **ROTARY),
+    ("softmax", "normalised"): lambda: SoftmaxAttention(DIM, HEADS, **NORMALISED),
     ("delta_rnn",): lambda: DeltaRnn(DIM, HEADS, FEATURE_MAPS["elu"](4), sum_normalization=SumNormalization()),
     ("time_mix",): lambda: TimeMix(DIM, HEADS, backend="reference"),
     ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),

@@ -30,6 +30,10 @@ WIDE = {"decoder_key_dim": 12, "decoder_value_dim": 12}
 HEADS = {"decoder_attention_heads": 2, "decoder_value_heads": 4}
 ROTARY = {"attention_softmax_heads": 2, "attention_kv_heads": 1, "attention_qkv_bias": True}
 ROTARY["attention_rope_theta"] = 100.0
+LLAMA = {
+    "attention_kv_heads": 2, "attention_rope_theta": 100.0, "rms_norm": True, "swiglu": True,
+    "decoder_normalize_before": True, "no_token_positional_embeddings": True,
+}  # fmt: skip
 
 # The kinds of models that all laws are tried with: an architecture, and flags.
 LANGUAGE_MODELS = {
@@ -55,6 +59,8 @@ LANGUAGE_MODELS = {
     "softmax first": ("gated_delta_lm_wt103", {"softmax_layers": "0"}),
     "local last": ("fwp_lm", {"softmax_layers": "1", "attention_window": 3, "attention_normalization": True}),
     "rotary last": ("delta_net_lm_tiny", {"softmax_layers": "1", **ROTARY, **WIDE}),
+    "rotary": ("softmax_lm_wt103", {**LLAMA, "attention_head_dim": 6, "attention_qk_norm": True}),
+    "rotary in a window": ("softmax_lm_wt103", {**LLAMA, "attention_window": 3, "output_layer": "untied"}),
     "softmax and recurrence": ("delta_rnn_lm_wt103", {"softmax_layers": "0", "no_token_positional_embeddings": True}),
 }
 TRANSFORMER_XL = {

@@ -1,7 +1,7 @@
 """Causal softmax attention with the interface of fast weight attention, over the whole past or a window: the baselines.
 
-Shapes: B batch, L tokens, S tokens seen so far, H heads, G heads of keys and values, D embed_dim, d = D / H, w window,
-n blocks of b tokens.
+Shapes: B batch, L tokens, S tokens seen so far, H heads, G heads of keys and values, D embed_dim, d size of a head,
+w window, n blocks of b tokens.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp.checks import check
-from fairseq_fwp.modules.attention.base import Alignment, Attention, check_heads, join_padding, visible_keys
+from fairseq_fwp.modules.attention.base import Alignment, Attention, head_size, join_padding, visible_keys
+from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.rule import is_transformed
 
@@ -37,6 +38,9 @@ class SoftmaxAttention(Attention):
     softmax_heads: H instead of num_heads, which is then that of other layers;
     kv_heads: G, a divisor of H, so that H / G heads of queries in a row share keys and values; None = H (Ainslie et al.
         2023, arXiv 2305.13245);
+    head_dim: d, None = D / H;
+    qk_norm, norm_epsilon: RMS normalisation of each head's q and k, before they are rotated, as in Qwen3 (Yang et al.
+        2025, arXiv 2505.09388), and its epsilon;
     qkv_bias: only of q, k and v; rope_theta: base of the angles by which q and k are rotated, None = no rotation: see
         `rotate`.
     """
@@ -54,29 +58,31 @@ class SoftmaxAttention(Attention):
         bias: bool = False,
         softmax_heads: int | None = None,
         kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        norm_epsilon: float = 1e-5,
         qkv_bias: bool = False,
         rope_theta: float | None = None,
     ) -> None:
         super().__init__()
-        if softmax_heads is None:
-            check_heads(embed_dim, num_heads)
-        else:
-            divides = softmax_heads >= 1 and embed_dim >= 1 and embed_dim % softmax_heads == 0
+        if softmax_heads is not None:
+            divides = softmax_heads >= 1 and embed_dim >= 1 and (head_dim is not None or embed_dim % softmax_heads == 0)
             check(divides, f"`softmax_heads` must divide `embed_dim` = {embed_dim}, got {softmax_heads}")
         self.num_heads = heads = softmax_heads or num_heads
+        size = head_size(embed_dim, heads, head_dim, "head_dim")
         shared = heads if kv_heads is None else kv_heads
         check(
             shared >= 1 and heads % shared == 0, f"`kv_heads` must divide the number of heads, {heads}, got {kv_heads}"
         )
-        size = embed_dim // heads
         if rope_theta is not None:
             check(rope_theta > 0, f"`rope_theta` must be above 0, got {rope_theta}")
             check(size % 2 == 0, f"`rope_theta` must be left out with heads of an odd size, got heads of {size}")
         self.dropout = dropout
         self.rope_theta = rope_theta
-        self.sizes = [embed_dim, shared * size, shared * size]
+        self.sizes = [heads * size, shared * size, shared * size]
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=bias or qkv_bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.query_norm, self.key_norm = (layer_norm(size, True, norm_epsilon) if qk_norm else None for _ in range(2))
+        self.out_proj = nn.Linear(heads * size, embed_dim, bias=bias)
 
     def forward(
         self,
@@ -99,10 +105,19 @@ class SoftmaxAttention(Attention):
         y = attend(q, keys, cache.values, mask, dropout, causal)
         return self.out_proj(self.merge_heads(y)), cache
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Load a pickle; in those of former versions the layer does not normalise queries and keys."""
+        super().__setstate__(state)
+        if not hasattr(self, "query_norm"):
+            self.query_norm, self.key_norm = None, None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, L, d), k and v (B, G, L, d) of x (B, L, D)."""
         size = self.sizes[0] // self.num_heads
-        return tuple(y.unflatten(-1, (-1, size)).transpose(1, 2) for y in self.in_proj(x).split(self.sizes, -1))
+        q, k, v = (y.unflatten(-1, (-1, size)) for y in self.in_proj(x).split(self.sizes, -1))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def turn(self, q: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
         """Return q and all keys, rotated by their places among the tokens of the cache, if the attention rotates.
@@ -177,6 +192,9 @@ class LocalAttention(SoftmaxAttention):
         bias: bool = False,
         softmax_heads: int | None = None,
         kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        norm_epsilon: float = 1e-5,
         qkv_bias: bool = False,
         rope_theta: float | None = None,
     ) -> None:
@@ -187,6 +205,9 @@ class LocalAttention(SoftmaxAttention):
             bias=bias,
             softmax_heads=softmax_heads,
             kv_heads=kv_heads,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            norm_epsilon=norm_epsilon,
             qkv_bias=qkv_bias,
             rope_theta=rope_theta,
         )
