@@ -2,7 +2,8 @@
 
 The new attention is what the target model's own options say. Queries, keys, values and output keep their pretrained
 projections as far as it has them; gates and the learned map start from their initial values. docs/conversion.md has the
-reasons. The model then needs fine-tuning. D: embedding dimension, H: heads, d = D / H, m: features of a head.
+reasons. The model then needs fine-tuning. D: embedding dimension, H: heads, d: size of a head, D / H in most models, m:
+features of a head.
 """
 
 import logging
@@ -23,12 +24,12 @@ from fairseq_fwp.convert.checkpoint import SEED, build, build_empty, make_task
 from fairseq_fwp.convert.conversion import Conversion, Option
 from fairseq_fwp.evaluation.scoring import kl_divergence
 from fairseq_fwp.models.attention_options import AttentionOptions, flag
-from fairseq_fwp.models.attentions import attention_name, build_attention
+from fairseq_fwp.models.attentions import ATTENTIONS, attention_name, build_attention
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig, layer_attentions
 from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention, SequenceAttention
-from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, LinearAttention
+from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, LinearAttention, SoftmaxAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, MambaDecay
 from fairseq_fwp.options import Settings
@@ -68,11 +69,17 @@ WITHOUT_WEIGHTS = (
     "decay_lower_bound",
 )  # fmt: skip
 
-# Projections of queries and keys (H m, D + 1) and of values (D, D + 1); the last column is the bias.
+# Projections of queries and keys (H m, D + 1) and of values (H d, D + 1); the last column is the bias.
 Projections = tuple[Tensor, Tensor, Tensor]
 
-# The weights of softmax attention.
-PARTS = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
+# Softmax attention: its names in ATTENTIONS, its weights, and the options that no other attention has.
+SOFTMAX_KINDS = (SOFTMAX, "local")
+PARTS = (
+    "in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias", "query_norm.weight", "key_norm.weight",
+)  # fmt: skip
+ONLY_SOFTMAX = {*ATTENTIONS["local"].options.values()}.difference(
+    ATTENTIONS["fast_weight"].options.values(), ["attention_dropout"]
+)
 
 
 class Method(NamedTuple):
@@ -156,8 +163,8 @@ def linearize(conversion: Conversion, chosen: Settings, method: Method) -> Conve
     check_options(conversion.arch if conversion.arch in ATTENTION_OPTIONS else "fwp_lm", chosen, method)
     if conversion.arch == "fwp_transformer":
         return linearize_translation(conversion, chosen, method)
-    if conversion.arch != "fwp_lm" or attention_name(configure(conversion.flags)) != SOFTMAX:
-        raise ValueError("the model must have softmax attention over all past tokens, got a model without it")
+    if conversion.arch != "fwp_lm" or attention_name(configure(conversion.flags)) not in SOFTMAX_KINDS:
+        raise ValueError("the model must have softmax attention in all layers, got a model without it")
     if chosen["decoder_update_rule"] == SOFTMAX:
         return conversion._replace(flags={**conversion.flags, **chosen})
     softmax_layers = method.keep_softmax_layers or ""
@@ -182,11 +189,15 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
     """Return the conversion with the new attention in all layers but `softmax_layers`, such as "0,3"."""
     source, options = configure(conversion.flags), {**DEFAULTS, **chosen}
     initialisation = rule_initialisation(options["decoder_update_rule"], method.decay_spans)
+    with torch.device("meta"):
+        before = cast(SoftmaxAttention, build_attention(FwpLanguageModelConfig, source))
+    dropped = () if softmax_layers else ONLY_SOFTMAX
     flags = {
-        **conversion.flags,
+        **{name: value for name, value in conversion.flags.items() if name not in dropped},
         **DEFAULTS,
+        **head_flags(before, source, chosen),
         "attention_dropout": source.attention_dropout if softmax_layers else 0.0,
-        "attention_bias": conversion.flags.get("attention_bias", False) or initialisation.bias,
+        "attention_bias": before.in_proj.bias is not None or initialisation.bias,
         **size_flags(options["decoder_feature_map"], method.state_size),
         **chosen,
         **({"softmax_layers": softmax_layers} if softmax_layers else {}),
@@ -196,27 +207,72 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
         kinds = layer_attentions(cfg)
     except ValueError as error:
         raise ValueError(str(error).replace("--softmax-layers", "--keep-softmax-layers")) from None
-    if set(kinds) == {SOFTMAX}:
+    if not {*kinds}.difference(SOFTMAX_KINDS):
         raise ValueError("--keep-softmax-layers must leave at least one layer to convert, got all layers")
     weights = {name: tensor for name, tensor in conversion.weights.items() if ".self_attn." not in name}
     with torch.random.fork_rng(devices=[]):
         for index, kind in enumerate(kinds):
             torch.manual_seed(SEED + index)  # a layer's start does not depend on which others are converted
-            prefix = f"decoder.layers.{index}.self_attn."
+            layer = f"decoder.layers.{index}."
+            prefix = f"{layer}self_attn."
             softmax = {name: conversion.weights[prefix + name] for name in PARTS if prefix + name in conversion.weights}
-            if kind == SOFTMAX:
-                attention = build_attention(FwpLanguageModelConfig, cfg, SOFTMAX)
+            if kind in SOFTMAX_KINDS:
+                attention = build_attention(FwpLanguageModelConfig, cfg, kind)
                 zeros = {name: torch.zeros_like(tensor) for name, tensor in attention.state_dict().items()}
                 attention.to(softmax["in_proj.weight"].dtype).load_state_dict({**zeros, **softmax})
             else:
                 attention = build_attention(FwpLanguageModelConfig, cfg)
                 assert isinstance(attention, FastWeightAttention)  # `check_options` refuses others
                 attention.apply(initialize)
-                q, k, v = with_bias(softmax, "in_proj").chunk(3)
-                convert_attention(attention, (q, k, v), softmax, source.decoder_attention_heads, initialisation)
+                norm = f"{layer}self_attn_layer_norm.weight"
+                inputs = (
+                    conversion.weights[norm]
+                    if before.query_norm is not None and source.decoder_normalize_before
+                    else None
+                )
+                projections = separate_heads(before, softmax, inputs)
+                convert_attention(attention, projections, softmax, before.num_heads, initialisation)
                 check_size(attention, cfg.decoder_feature_map, method.state_size)
             weights |= {prefix + name: tensor for name, tensor in attention.state_dict().items()}
     return conversion._replace(flags=flags, weights=weights)
+
+
+def head_flags(softmax: SoftmaxAttention, source: DictConfig, chosen: Settings) -> Settings:
+    """Return the options of heads that are not those of the source's other options: their number, and their sizes."""
+    width, heads = softmax.sizes[0], chosen.get("decoder_attention_heads", softmax.num_heads)
+    flags = {"decoder_attention_heads": softmax.num_heads} if source.attention_softmax_heads else {}
+    if width == source.decoder_embed_dim:
+        return flags
+    if heads < 1 or width % heads:
+        raise ValueError(f"--decoder-attention-heads must divide {width}, the size of all heads, got {heads}")
+    return {**flags, "decoder_key_dim": width // heads, "decoder_value_dim": width // heads}
+
+
+def separate_heads(attention: SoftmaxAttention, softmax: Mapping[str, Tensor], inputs: Tensor | None) -> Projections:
+    """Return queries, keys and values of each head (H d, D + 1), of which several may have shared keys and values.
+
+    attention: the layer of the weights `softmax`, whose rotation of queries and keys is left out; inputs: see
+    `without_norm`.
+    """
+    q, k, v = with_bias(softmax, "in_proj").split(attention.sizes)
+    if attention.query_norm is not None:
+        q, k = (without_norm(rows, softmax[f"{name}_norm.weight"], inputs) for name, rows in (("query", q), ("key", k)))
+    shared, size = len(q) // len(k), len(q) // attention.num_heads
+    k, v = (rows.unflatten(0, (-1, size)).repeat_interleave(shared, 0).flatten(0, 1) for rows in (k, v))
+    return q, k, v
+
+
+def without_norm(rows: Tensor, gains: Tensor, inputs: Tensor | None) -> Tensor:
+    """Return projections (H d, D + 1) that need no RMS normalisation of a head, whose gains (d,) they get.
+
+    They are divided by the root mean square that vectors of a head have if the D inputs are independent of each other.
+    inputs (D,): root mean squares of these; None = 1.
+    """
+    heads = rows.unflatten(0, (-1, len(gains))).double()
+    weights, biases = heads[..., :-1], heads[..., -1]
+    squares = (weights if inputs is None else weights * inputs).square().sum(-1) + biases.square()
+    sizes = squares.mean(-1).sqrt().clamp(min=1e-6)  # a head of zeros stays one
+    return (heads * gains.unsqueeze(-1) / sizes.view(-1, 1, 1)).flatten(0, 1).to(rows)
 
 
 def linearize_translation(conversion: Conversion, chosen: Settings, method: Method) -> Conversion:

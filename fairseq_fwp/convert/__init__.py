@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fairseq_fwp.checks import check
-from fairseq_fwp.convert import checkpoint, conversion, fairseq, fla, folder, gpt2, schlag, transformer_xl
+from fairseq_fwp.convert import checkpoint, conversion, fairseq, fla, folder, gpt2, llama, schlag, transformer_xl
 from fairseq_fwp.pretrained.model import PretrainedModel
 
 SOURCES = {
@@ -17,6 +17,7 @@ SOURCES = {
     "fairseq-lm": fairseq.LM,
     "fairseq-mt": fairseq.TRANSLATION,
     "gpt2": gpt2.SOURCE,
+    "llama": llama.SOURCE,
     "fla": fla.SOURCE,
     "fwp-lm": fairseq.FWP_LM,
 }

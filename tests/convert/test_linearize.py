@@ -317,9 +317,9 @@ def test_targets_that_cannot_be(source, target, says):
     assert "\n" not in str(refusal.value)
 
 
-@looped("other", [target("decay", state_size=4), target("softmax", attention_window=4)])
+@looped("other", [target("decay", state_size=4), target("decay", state_size=4, keep_softmax_layers="0")])
 def test_sources_without_softmax(source, other):
-    with pytest.raises(ValueError, match="attention over all past tokens, got a model without it"):
+    with pytest.raises(ValueError, match="must have softmax attention in all layers, got a model without it"):
         linearize(linearize(source, *other), *target("decay"))
 
 
@@ -355,7 +355,7 @@ def test_the_command_writes_the_converted_model(biases, tmp_path_factory):
     torch.testing.assert_close(recurrent(tokens)[0], expected(tokens)[0], rtol=0, atol=1e-5)
     assert [layer.weights.shape for layer in recurrent(tokens)[1]["state"].layers] == 2 * [(2, HEADS, 4, HEAD)]
     command.path = command.out.rename(command.out.with_name("decay")) / "checkpoint.pt"
-    command.refuses("attention over all past tokens, got a model without it", *DECAY)
+    command.refuses("must have softmax attention in all layers, got a model without it", *DECAY)
 
 
 def test_fwp_linearize_does_the_same_with_a_trained_model(source, tmp_path, capsys):

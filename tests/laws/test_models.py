@@ -42,8 +42,9 @@ INVISIBLE = [
     *(kind for kind, (_, flags) in TRANSFORMER_XL.items() if flags["mem_len"]),
 ]
 GROWING = {"softmax", "clusters of softmax", "learned positions", "softmax last", "softmax first"}
-GROWING |= {"rotary last", "softmax and recurrence", "no recurrence", "layerwise", "absolute"}
+GROWING |= {"rotary", "rotary last", "softmax and recurrence", "no recurrence", "layerwise", "absolute"}
 GROWING |= {"layer on softmax", "layer on hybrid"}
+LOCAL = {"local", "local last", "rotary in a window"}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -137,7 +138,7 @@ def test_packed_documents_have_the_scores_and_the_state_of_each_alone(kind):
     model, tokens = build(kind, tokens_per_sample=16), random_tokens(2, 9)
     whole, last = (model.decoder.extract_features(tokens, last=count)[0] for count in (None, 2))
     torch.testing.assert_close(last, whole[:, -2:])
-    packs = kind in LANGUAGE_MODELS and kind not in {*GROWING, *BY_SEGMENT, "local", "local last"}
+    packs = kind in LANGUAGE_MODELS and kind not in {*GROWING, *BY_SEGMENT, *LOCAL}
     assert model.decoder.packs_documents == packs
     if not packs:
         return
@@ -163,7 +164,7 @@ def test_what_decoding_keeps_has_a_bound_where_a_state_can_be_carried(kind):
         model(tokens[:, :end], incremental_state=kept)
         sizes.append(numbers_in(kept))
     assert (max(sizes[:12]) == max(sizes)) == (kind in TRANSFORMER_XL or kind not in GROWING)
-    if kind in ("local", "local last"):
+    if kind in LOCAL:
         assert model.decoder.state_size(2, carried=True) == model.decoder.state_size(16)
     elif kind in LANGUAGE_MODELS:
         assert model.decoder.state_size(16) == numbers_in(kept)
