@@ -51,6 +51,9 @@ MODELS: dict[str, Settings] = {
     "qwen2": QWEN,
     "qwen3": {**QWEN, "attention_bias": False, "head_dim": 128},
 }  # fmt: skip
+# Rotary positions of Llama 3.1 and later: their type, and its settings in the order of our option.
+LLAMA3 = "llama3"
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 EXPECTED: Expected = {"mlp_bias": (False, "its feed-forward blocks have biases")}
 KINDS: Kinds = {
     WHOLE: (
@@ -58,7 +61,7 @@ KINDS: Kinds = {
         ("head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
          "num_hidden_layers", "num_key_value_heads", "sliding_window", "vocab_size"),
     ),
-    POSITIVE: (FITS[POSITIVE], ("rms_norm_eps", "rope_theta")),
+    POSITIVE: (FITS[POSITIVE], ("rms_norm_eps", "rope_theta", *SCALING)),
     SWITCH: (FITS[SWITCH], ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")),
     "a whole number": (lambda value: type(value) is int and value >= 0, ("max_window_layers",)),
     "silu or swish": (lambda value: value in ("silu", "swish"), ("hidden_act",)),
@@ -132,8 +135,8 @@ def window_of(config: Settings) -> int | None:
     return window
 
 
-def theta_of(config: Settings) -> float:
-    """Return the base of rotary positions. Raises ValueError if they are scaled.
+def positions_of(config: Settings) -> Settings:
+    """Return the options of rotary positions. Raises ValueError for a scaling that cannot be converted.
 
     transformers 5 has rope_parameters in place of rope_theta and rope_scaling.
     """
@@ -141,15 +144,17 @@ def theta_of(config: Settings) -> float:
     rope = config[name] or {}
     if not isinstance(rope, dict):
         raise ValueError(f"{name} in {CONFIG} must be settings of rotary positions, got {rope!r}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"{CONFIG} has {name} of type {kind!r}, which cannot be converted: its positions are scaled")
-    if more := rope.keys() - {"rope_type", "type", "rope_theta"}:
-        got = ", ".join(sorted(more))
-        raise ValueError(f"{name} in {CONFIG} must have rope_theta and nothing else with type default, got {got}")
+    settings = {key: value for key, value in rope.items() if value is not None}
+    rope = {"rope_type": rope.get("type", "default"), "rope_theta": config["rope_theta"], **settings}
+    if (kind := rope["rope_type"]) not in ("default", LLAMA3):
+        raise ValueError(f"{CONFIG} has {name} of type {kind!r}, which cannot be converted: choose a model without it")
+    numbers = ["rope_theta", *(SCALING if kind == LLAMA3 else ())]
+    got, needed = rope.keys() - {"rope_type", "type"}, ", ".join(numbers)
+    if got != {*numbers}:
+        raise ValueError(f"{name} in {CONFIG} must have {needed} with type {kind}, got {', '.join(sorted(got))}")
     check_kinds(rope, KINDS)
-    theta: float = {"rope_theta": config["rope_theta"], **rope}["rope_theta"]
-    return theta
+    scaling = ",".join(str(rope[number]) for number in SCALING) if kind == LLAMA3 else None
+    return {"attention_rope_theta": rope["rope_theta"], "attention_rope_scaling": scaling}
 
 
 def flags_of(config: Settings) -> Settings:
@@ -168,7 +173,7 @@ def flags_of(config: Settings) -> Settings:
         "attention_qk_norm": kind == "qwen3",
         "attention_bias": has_bias(config),
         "attention_qkv_bias": kind == "qwen2",
-        "attention_rope_theta": theta_of(config),
+        **positions_of(config),
         "attention_window": window_of(config),
         "attention_dropout": config["attention_dropout"],
         "rms_norm": True,

@@ -65,6 +65,7 @@ OF_SOFTMAX = {
     "norm_epsilon": "norm_epsilon",
     "qkv_bias": "attention_qkv_bias",
     "rope_theta": "attention_rope_theta",
+    "rope_scaling": "attention_rope_scaling",
 }
 
 ATTENTIONS: dict[str, Kind[Heads]] = {

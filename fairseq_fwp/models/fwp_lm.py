@@ -60,6 +60,11 @@ class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
     attention_rope_theta: Optional[float] = option(  # noqa: UP045
         None, "base, such as 10000, of the rotary positions of softmax attention (Su et al. 2021); none: no rotation"
     )
+    attention_rope_scaling: Optional[str] = option(  # noqa: UP045
+        None,
+        "rotary positions for longer texts, as in Llama 3.1: factor, fewest and most turns, and tokens, such as "
+        "8,1,4,8192; none: not scaled",
+    )
     softmax_layers: Optional[str] = option(  # noqa: UP045
         None,
         "layers with softmax instead of fast weights: ascending numbers from 0, separated by commas; none: no layer",

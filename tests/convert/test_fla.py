@@ -435,6 +435,10 @@ NOT_THEIRS = [
     ({"decoder_value_heads": 8}, r"got --decoder-value-heads 8 \(there 4\)"),
     ({"output_layer": "biased"}, r"got --output-layer biased \(there untied\)"),
     ({"softmax_layers": "1"}, r"got .*--attention-rope-theta None \(there 10000.0\)"),
+    (
+        {"softmax_layers": "1", "attention_rope_theta": 9.0, "attention_qk_norm": True, "attention_head_dim": 6},
+        r"got --attention-head-dim 6 \(there None\), --attention-qk-norm True \(there False\)$",
+    ),
 ]
 
 

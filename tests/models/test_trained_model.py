@@ -54,6 +54,10 @@ LANGUAGE_MODELS = {
     "window": (SOFTMAX, {"attention_window": 2}),
     "heads of softmax": (SOFTMAX, {"attention_softmax_heads": 2}),
     "rotation": (SOFTMAX, {"attention_rope_theta": 100.0}),
+    "scaled rotation": (
+        {**SOFTMAX, "attention_rope_theta": 100.0},
+        {"attention_rope_scaling": "8,1,4,16"},
+    ),
     "softmax in a layer": ({"decoder_update_rule": "sum"}, {"softmax_layers": "1"}),
     "window of a layer": ({"softmax_layers": "1"}, {"attention_window": 2}),
     "noise of a layer": ({"softmax_layers": "1"}, {"attention_dropout": 0.5}),

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import pickle
 import re
 
@@ -222,11 +223,25 @@ def scores_by_definition(layer, x):
             scores = scores + (k * positions.content_bias[:, None]).sum(-1).unsqueeze(2)  # (c)
     else:
         if layer.rope_theta is not None:
-            angles = torch.arange(count)[:, None] * layer.rope_theta ** -(torch.arange(0, size, 2).double() / size)
+            frequencies = layer.rope_theta ** -(torch.arange(0, size, 2).double() / size)
+            if layer.rope_scaling is not None:
+                frequencies = torch.tensor([scaled(float(frequency)) for frequency in frequencies]).double()
+            angles = torch.arange(count)[:, None] * frequencies
             q, k = (torch.complex(*part.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles) for part in (q, k))
         scores = (q @ k.mH).real
     unseen = (distance < 0) | (distance >= (getattr(layer, "window", None) or count))
     return v, (scores / size**0.5).masked_fill(unseen, -torch.inf)
+
+
+def scaled(frequency):
+    """Return a frequency for texts 4 times as long as 40 tokens, in which slow ones turn twice and fast ones 5 times."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength >= 20:
+        return frequency / 4
+    if wavelength <= 8:
+        return frequency
+    share = (40 / wavelength - 2) / 3
+    return (1 - share) * frequency / 4 + share * frequency
 
 
 def by_definition(layer, x):
@@ -235,6 +250,7 @@ def by_definition(layer, x):
 
 
 NORMALISED = {"kv_heads": 1, "head_dim": 10, "qk_norm": True, "norm_epsilon": 0.5, "rope_theta": 50.0}
+NORMALISED["rope_scaling"] = "4,2,5,40"
 
 
 @looped("window", [None, 1, 2, 3, 5, 6, 8, 40])
@@ -258,10 +274,10 @@ def test_softmax_attention_is_its_definition(window, options, pieces):
 
 @looped("normalised", [False, True])
 def test_pickles_of_softmax_attention(normalised):
-    """Those of former versions do not say that the layer does not normalise queries and keys."""
+    """Those of former versions do not say that the layer does not normalise queries and keys, nor scale angles."""
     layer, x = SoftmaxAttention(DIM, HEADS, qk_norm=normalised), torch.randn(1, 5, DIM)
     if not normalised:
-        del layer.__dict__["query_norm"], layer.__dict__["key_norm"]
+        del layer.__dict__["query_norm"], layer.__dict__["key_norm"], layer.__dict__["rope_scaling"]
     loaded = pickle.loads(pickle.dumps(layer))
     assert [loaded.query_norm is None, loaded.key_norm is None] == 2 * [not normalised]
     if normalised:
@@ -400,6 +416,10 @@ REFUSED = [
     (SoftmaxAttention, {"rope_theta": 0.0}, "`rope_theta` must be above 0, got 0.0"),
     (SoftmaxAttention, {"softmax_heads": 4, "rope_theta": 10.0},
      "`rope_theta` must be left out with heads of an odd size, got heads of 3"),
+    (SoftmaxAttention, {"rope_scaling": "8,1,4,64"}, "`rope_theta` must be given with `rope_scaling`, got none"),
+    *((SoftmaxAttention, {"rope_theta": 10.0, "rope_scaling": text},
+       f"`rope_scaling` must be a factor, two ascending numbers of turns, and tokens, got '{text}'")
+      for text in ("8,1,4", "8,1,4,x", "0,1,4,64", "8,4,4,64", "8,-1,4,64", "8,1,inf,64", "8,1,4,0", "nan,1,4,64", "")),
     (LocalAttention, {"window": 0}, "`window` must be at least 1 token, got 0"),
 ]  # fmt: skip
 

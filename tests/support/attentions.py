@@ -42,7 +42,14 @@ FAST_WEIGHTS = [
     )
 ]
 ROTARY = {"softmax_heads": 6, "kv_heads": 2, "qkv_bias": True, "rope_theta": 30.0}
-NORMALISED = {"softmax_heads": 2, "kv_heads": 1, "head_dim": 4, "qk_norm": True, "rope_theta": 30.0}
+NORMALISED = {
+    "softmax_heads": 2,
+    "kv_heads": 1,
+    "head_dim": 4,
+    "qk_norm": True,
+    "rope_theta": 30.0,
+    "rope_scaling": "2,0,1,9",
+}
 BASELINES = {
     ("softmax",): lambda: SoftmaxAttention(DIM, HEADS),
     ("local",): lambda: LocalAttention(DIM, HEADS, window=6),

@@ -4,7 +4,9 @@ Shapes: B batch, L tokens, S tokens seen so far, H heads, G heads of keys and va
 w window, n blocks of b tokens.
 """
 
-from typing import NamedTuple
+import math
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,8 @@ from fairseq_fwp.modules.attention.base import Alignment, Attention, head_size, 
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.rule import is_transformed
+
+Scaling: TypeAlias = tuple[float, float, float, float]
 
 
 class KeyValueCache(NamedTuple):
@@ -42,7 +46,7 @@ class SoftmaxAttention(Attention):
     qk_norm, norm_epsilon: RMS normalisation of each head's q and k, before they are rotated, as in Qwen3 (Yang et al.
         2025, arXiv 2505.09388), and its epsilon;
     qkv_bias: only of q, k and v; rope_theta: base of the angles by which q and k are rotated, None = no rotation: see
-        `rotate`.
+        `rotate`; rope_scaling: arguments of `scale_frequencies`, such as 8,1,4,8192, None = not scaled.
     """
 
     constant_state = False
@@ -63,6 +67,7 @@ class SoftmaxAttention(Attention):
         norm_epsilon: float = 1e-5,
         qkv_bias: bool = False,
         rope_theta: float | None = None,
+        rope_scaling: str | None = None,
     ) -> None:
         super().__init__()
         if softmax_heads is not None:
@@ -77,8 +82,12 @@ class SoftmaxAttention(Attention):
         if rope_theta is not None:
             check(rope_theta > 0, f"`rope_theta` must be above 0, got {rope_theta}")
             check(size % 2 == 0, f"`rope_theta` must be left out with heads of an odd size, got heads of {size}")
+        check(
+            rope_scaling is None or rope_theta is not None, "`rope_theta` must be given with `rope_scaling`, got none"
+        )
         self.dropout = dropout
         self.rope_theta = rope_theta
+        self.rope_scaling = None if rope_scaling is None else read_scaling(rope_scaling)
         self.sizes = [heads * size, shared * size, shared * size]
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=bias or qkv_bias)
         self.query_norm, self.key_norm = (layer_norm(size, True, norm_epsilon) if qk_norm else None for _ in range(2))
@@ -106,10 +115,10 @@ class SoftmaxAttention(Attention):
         return self.out_proj(self.merge_heads(y)), cache
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Load a pickle; in those of former versions the layer does not normalise queries and keys."""
+        """Load a pickle; in those of former versions the layer does not normalise q and k, nor scale angles."""
         super().__setstate__(state)
         if not hasattr(self, "query_norm"):
-            self.query_norm, self.key_norm = None, None
+            self.query_norm, self.key_norm, self.rope_scaling = None, None, None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, L, d), k and v (B, G, L, d) of x (B, L, D)."""
@@ -129,23 +138,50 @@ class SoftmaxAttention(Attention):
             return q, keys
         total = keys.shape[2]
         places = torch.arange(total, device=q.device) if padding is None else (~padding).long().cumsum(1).unsqueeze(1)
-        return rotate(q, places[..., total - q.shape[2] :], self.rope_theta), rotate(keys, places, self.rope_theta)
+        angles = partial(rotate, theta=self.rope_theta, scaling=self.rope_scaling)
+        return angles(q, places[..., total - q.shape[2] :]), angles(keys, places)
 
     def state_size(self, length: int, carried: bool = False) -> int:
         return 2 * length * self.sizes[1]  # keys and values
 
 
-def rotate(x: Tensor, places: Tensor, theta: float) -> Tensor:
+def rotate(x: Tensor, places: Tensor, theta: float, scaling: Scaling | None = None) -> Tensor:
     """Return x (B, H, L, d) with the pair x_i, x_(i + d/2) rotated by the angle places theta^(-2 i / d), i < d / 2.
 
-    Rotary positions: Su et al. 2021, arXiv 2104.09864, Eq. 34. places: (L,), or (B, 1, L).
+    Rotary positions: Su et al. 2021, arXiv 2104.09864, Eq. 34. places: (L,), or (B, 1, L); scaling: of the frequencies
+    theta^(-2 i / d), see `scale_frequencies`.
     """
     half = x.shape[-1] // 2
     wide = at_least_float32(x)
     powers = torch.arange(half, dtype=wide.dtype, device=x.device) / half
-    angles = places.unsqueeze(-1) * theta**-powers
+    frequencies = theta**-powers
+    if scaling is not None:
+        frequencies = scale_frequencies(frequencies, *scaling)
+    angles = places.unsqueeze(-1) * frequencies
     first, second, cos, sin = wide[..., :half], wide[..., half:], angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
+
+
+def scale_frequencies(frequencies: Tensor, factor: float, low: float, high: float, tokens: float) -> Tensor:
+    """Return frequencies for texts `factor` times as long as the `tokens` of the training, as in Llama 3.1's code.
+
+    Those that turn at most `low` times in these tokens are divided by `factor`; those that turn at least `high` times
+    stay; in between the share that stays grows linearly with the turns.
+    """
+    turns = tokens * frequencies / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (share + (1 - share) / factor)
+
+
+def read_scaling(text: str) -> Scaling:
+    """Return the arguments of `scale_frequencies` in a text such as 8,1,4,8192. Raises ValueError for another one."""
+    try:
+        factor, low, high, tokens = (float(number) for number in text.split(","))
+    except ValueError:
+        factor = low = high = tokens = math.nan
+    positive = 0 < factor < math.inf and 0 <= low < high < math.inf and 0 < tokens < math.inf
+    check(positive, f"`rope_scaling` must be a factor, two ascending numbers of turns, and tokens, got {text!r}")
+    return factor, low, high, tokens
 
 
 def attend(
@@ -197,6 +233,7 @@ class LocalAttention(SoftmaxAttention):
         norm_epsilon: float = 1e-5,
         qkv_bias: bool = False,
         rope_theta: float | None = None,
+        rope_scaling: str | None = None,
     ) -> None:
         super().__init__(
             embed_dim,
@@ -210,6 +247,7 @@ class LocalAttention(SoftmaxAttention):
             norm_epsilon=norm_epsilon,
             qkv_bias=qkv_bias,
             rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
         )
         check(window >= 1, f"`window` must be at least 1 token, got {window}")
         self.window = window
