@@ -66,6 +66,7 @@ KINDS: Kinds = {
     "a whole number": (lambda value: type(value) is int and value >= 0, ("max_window_layers",)),
     "silu or swish": (lambda value: value in ("silu", "swish"), ("hidden_act",)),
 }  # fmt: skip
+NOT_NULL = ("hidden_act", "max_position_embeddings", "max_window_layers", "rms_norm_eps")
 # Settings of training and of the folder, which change nothing here.
 NOT_READ = {
     "_name_or_path", "architectures", "bos_token_id", "dtype", "initializer_range", "model_type", "pad_token_id",
@@ -76,8 +77,9 @@ FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
-    """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
-    return read_folder(path, NAME, REQUIRED)
+    """The weights in a folder, its config.json and defaults. Raises ValueError where one is missing or damaged."""
+    tensors, config = read_folder(path, NAME, REQUIRED)
+    return tensors, {**DEFAULTS, **defaults_of(config.get("model_type")), **config}
 
 
 def words(path: Path, vocabulary: Path | None) -> list[str]:
@@ -95,18 +97,21 @@ def defaults_of(kind: object) -> Settings:
 
 
 def complete(config: Settings) -> Settings:
-    """Return the configuration with defaults. Raises ValueError for a model that cannot be converted."""
+    """Return the configuration with None for null. Raises ValueError for a model that cannot be converted."""
     own = defaults_of(config.get("model_type"))
-    settings = {**DEFAULTS, **own, **config}
-    check_expected({name: settings[name] for name in own}, EXPECTED)
-    check_kinds({name: settings[name] for name in (*REQUIRED, *DEFAULTS, *own)}, KINDS)
-    heads = settings["num_attention_heads"]
+    settings = {**dict.fromkeys([*DEFAULTS, *own]), **config}
+    for name in NOT_NULL:
+        if name in settings and settings[name] is None:
+            raise ValueError(f"{name} in {CONFIG} must have a value, got null")
+    read = {name: settings[name] for name in (*REQUIRED, *DEFAULTS, *own)}
+    check_expected(read, EXPECTED)
+    check_kinds(read, KINDS)
+    size, heads = settings["hidden_size"], settings["num_attention_heads"]
     shared = settings["num_key_value_heads"] = settings["num_key_value_heads"] or heads
     if settings["head_dim"] is None:
-        if settings["hidden_size"] % heads:
-            size = settings["hidden_size"]
+        if size % heads:
             raise ValueError(f"num_attention_heads in {CONFIG} must divide hidden_size = {size}, got {heads}")
-        settings["head_dim"] = settings["hidden_size"] // heads
+        settings["head_dim"] = size // heads
     if heads % shared:
         raise ValueError(f"num_key_value_heads in {CONFIG} must divide num_attention_heads = {heads}, got {shared}")
     return settings
@@ -144,14 +149,15 @@ def positions_of(config: Settings) -> Settings:
     rope = config[name] or {}
     if not isinstance(rope, dict):
         raise ValueError(f"{name} in {CONFIG} must be settings of rotary positions, got {rope!r}")
-    settings = {key: value for key, value in rope.items() if value is not None}
-    rope = {"rope_type": rope.get("type", "default"), "rope_theta": config["rope_theta"], **settings}
+    rope = {"rope_type": rope.get("type", "default"), "rope_theta": config["rope_theta"], **rope}
+    rope = {key: value for key, value in rope.items() if value is not None}
     if (kind := rope["rope_type"]) not in ("default", LLAMA3):
         raise ValueError(f"{CONFIG} has {name} of type {kind!r}, which cannot be converted: choose a model without it")
     numbers = ["rope_theta", *(SCALING if kind == LLAMA3 else ())]
     got, needed = rope.keys() - {"rope_type", "type"}, ", ".join(numbers)
     if got != {*numbers}:
-        raise ValueError(f"{name} in {CONFIG} must have {needed} with type {kind}, got {', '.join(sorted(got))}")
+        listed = ", ".join(sorted(got)) or "none"
+        raise ValueError(f"{name} in {CONFIG} must have {needed} with type {kind}, got {listed}")
     check_kinds(rope, KINDS)
     scaling = ",".join(str(rope[number]) for number in SCALING) if kind == LLAMA3 else None
     return {"attention_rope_theta": rope["rope_theta"], "attention_rope_scaling": scaling}

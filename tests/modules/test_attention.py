@@ -234,7 +234,7 @@ def scores_by_definition(layer, x):
 
 
 def scaled(frequency):
-    """Return a frequency for texts 4 times as long as 40 tokens, in which slow ones turn twice and fast ones 5 times."""
+    """Return a frequency for texts 4 times as long as 40 tokens, in which the slow turn twice and the fast 5 times."""
     wavelength = 2 * math.pi / frequency
     if wavelength >= 20:
         return frequency / 4
