@@ -21,6 +21,7 @@ from fairseq_fwp.convert.conversion import Conversion
 from fairseq_fwp.linearize import SCORE_SCALE, WITHOUT_WEIGHTS, Method, fewer_features, linearize, read_text
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
+from fairseq_fwp.modules.attention import LocalAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from tests.convert.conftest import Command, load
@@ -49,9 +50,9 @@ def build(conversion):
     return checkpoint.build(conversion, configure(conversion.flags), checkpoint.make_task(conversion)).eval()
 
 
-def make_source(biases=True):
+def make_source(biases=True, **more):
     """Return a softmax model with large random weights, in float64."""
-    flags = {**FLAGS, "attention_bias": biases}
+    flags = {**FLAGS, "attention_bias": biases, **more}
     task = Namespace(target_dictionary=make_dictionary(50))
     model = ARCH_MODEL_REGISTRY["fwp_lm"].build_model(configure(flags), task).double()
     for parameter in model.parameters():
@@ -261,6 +262,74 @@ def test_a_rule_of_several_steps_begins_as_delta(biases):
     assert not torch.allclose(k[..., 0, :], k[..., 1, :])
 
 
+ROTARY = {"attention_kv_heads": 1, "attention_qkv_bias": True, "attention_rope_theta": 9.0, "attention_window": 4}
+WIDE = {**ROTARY, "attention_head_dim": 6, "attention_rope_scaling": "4,1,4,8"}
+NORMALISED = {**WIDE, "attention_qk_norm": True, "rms_norm": True}
+
+
+def separated(source, x, size):
+    """Return q, k and v (B, H, L, d) of the source's second layer, whose heads share keys and values."""
+    prefix = "decoder.layers.1.self_attn.in_proj."
+    y = F.linear(x, source.weights[f"{prefix}weight"], source.weights[f"{prefix}bias"]).unflatten(-1, (-1, size))
+    q, k, v = y.transpose(1, 2).split([HEADS, 1, 1], 1)
+    return q, k.expand_as(q), v.expand_as(q)
+
+
+@looped("options, size", [(ROTARY, HEAD), (WIDE, 6)])
+@looped("rule, features", [("gated", None), ("gated", 11), ("gated_delta", None)])
+def test_heads_that_share_keys_and_values_get_their_own(options, size, rule, features):
+    """Scores are those of softmax without rotation; biases of q, k and v stay, also without the rule's."""
+    source, x = make_source(False, **options), random_input()
+    converted = linearize(source, *target(rule, state_size=features))
+    assert not converted.flags.keys() & options.keys() and converted.flags["attention_bias"]
+    q, k, v = separated(source, x, size)
+    new_q, new_k, new_v, _ = rule_inputs(attention_of(converted), x)
+    torch.testing.assert_close(new_q @ new_k.mT, q @ k.mT * SCORE_SCALE / math.sqrt(size))
+    torch.testing.assert_close(new_v, v)
+    assert new_q.shape[-1] == (features or size)
+    one = attention_of(linearize(source, *target("gated", state_size=2 * size, decoder_attention_heads=1)))
+    new_q, new_k, new_v, _ = rule_inputs(one, x)
+    together = (q @ k.mT).sum(1, keepdim=True) * SCORE_SCALE / math.sqrt(size)
+    torch.testing.assert_close(new_q @ new_k.mT, together)
+    torch.testing.assert_close(new_v[:, 0], v.transpose(1, 2).flatten(2))
+
+
+def test_as_many_heads_as_the_softmax_attention_has():
+    """The source's other layers would have had another number."""
+    source = make_source(decoder_attention_heads=8, attention_softmax_heads=HEADS)
+    for method in ({}, {"keep_softmax_layers": "0"}):
+        converted = linearize(source, *target("gated", **method))
+        assert attention_of(converted).num_heads == HEADS
+        new_q, new_k, *_ = rule_inputs(attention_of(converted), x := random_input())
+        q, k, _ = projected(source, x)
+        torch.testing.assert_close(new_q @ new_k.mT, q @ k.mT * SCALE)
+
+
+@looped("pre_norm", [True, False])
+def test_queries_and_keys_that_were_normalised_keep_their_sizes(pre_norm):
+    """For independent inputs, with the gains of a normalisation before it, each head has a mean square of 1."""
+    source = make_source(**NORMALISED, decoder_normalize_before=pre_norm)
+    gains = source.weights["decoder.layers.1.self_attn_layer_norm.weight"].detach()
+    x = torch.randn(1, 20000, DIM, dtype=torch.float64) * (gains if pre_norm else 1)
+    attention = attention_of(linearize(source, *target("gated")))
+    for found, before, name in zip(rule_inputs(attention, x), separated(source, x, 6), ("query", "key"), strict=False):
+        gain = source.weights[f"decoder.layers.1.self_attn.{name}_norm.weight"]
+        normal = found / gain * (math.sqrt(6) / SCORE_SCALE if name == "query" else 1)
+        torch.testing.assert_close(normal.square().mean((0, 2, 3)), torch.ones(HEADS).double(), rtol=0.05, atol=0)
+        factors = normal / before
+        torch.testing.assert_close(factors, factors[:, :, :1, :1].expand_as(factors))  # one of each head
+
+
+@looped("options", [ROTARY, WIDE, NORMALISED])
+def test_kept_layers_have_all_options_of_softmax(options):
+    source, x = make_source(**options), random_input()
+    hybrid = linearize(source, *target("delta", "elu", keep_softmax_layers="1", sum_normalization=True))
+    assert options.items() <= hybrid.flags.items()
+    kept, before = (build(of).double().decoder.layers[1].self_attn for of in (hybrid, source))
+    assert type(kept) is type(before) is LocalAttention
+    torch.testing.assert_close(kept(x)[0], before(x)[0])
+
+
 def test_local_attention_has_the_same_weights(source):
     converted = linearize(source, *target("softmax", attention_window=5))
     whole, local = build(source), build(converted)
@@ -315,6 +384,14 @@ def test_targets_that_cannot_be(source, target, says):
     with pytest.raises(ValueError, match=says) as refusal:
         linearize(source, *target)
     assert "\n" not in str(refusal.value)
+
+
+@looped("heads", [5, 0])
+def test_heads_must_divide_the_size_of_all_heads(heads):
+    with pytest.raises(
+        ValueError, match=f"--decoder-attention-heads must divide 12, the size of all heads, got {heads}"
+    ):
+        linearize(make_source(**WIDE), *target("gated", decoder_attention_heads=heads))
 
 
 @looped("other", [target("decay", state_size=4), target("decay", state_size=4, keep_softmax_layers="0")])

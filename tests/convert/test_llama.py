@@ -315,11 +315,11 @@ REFUSALS = [
 
 @looped("change, config, says", REFUSALS)
 def test_models_that_cannot_be_represented_are_refused_by_name(tmp_path_factory, change, config, says):
-    """Also before another attention takes the place of softmax."""
+    """Those of attention also before another takes the place of softmax."""
     folder = Saved("llama", tmp_path_factory.mktemp("refusal"))
     folder.save_model("llama", num_key_value_heads=2)
     folder.save({**folder.config, **config}, change(folder.tensors))
-    for more in ([], GATED_DELTA):
+    for more in ([], GATED_DELTA) if "proj" in says else ([],):
         folder.refuses(says, *more)
 
 
