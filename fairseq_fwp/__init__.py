@@ -26,7 +26,7 @@ def load(
 
     path: a checkpoint of fairseq-train, or a folder of `fwp-convert --to safetensors`;
     dictionary: dict.txt of the training, or its folder; None: dict.txt next to the weights;
-    source: what wrote them, as for fwp-convert: such as fla or gpt2, with a folder of transformers.
+    source: what wrote them, as for fwp-convert: such as gpt2 or llama, with a folder of transformers.
 
     Raises ValueError that names a missing or damaged file, the dictionary of another training, or a model that is not
     known.

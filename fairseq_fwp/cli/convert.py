@@ -3,6 +3,7 @@
     fwp-convert --source schlag-lm state_dict.pt --vocabulary words.txt --out converted --attn_type 24 --n_head 8 ...
     fwp-convert --source fairseq-lm adaptive_lm_wiki103.v2/model.pt --out converted
     fwp-convert --source gpt2 FOLDER --out recurrent --decoder-update-rule decay --state-size 32 ...
+    fwp-convert --source llama FOLDER --out hybrid --decoder-update-rule gated_delta --keep-softmax-layers 0,8 ...
     fwp-convert --source fla FOLDER --out converted
     fwp-convert --source fwp-lm checkpoints/checkpoint_best.pt --vocabulary converted/dict.txt --to fla --out FOLDER
 
@@ -16,6 +17,7 @@ CHECKPOINT and FILE depend on the source:
     fwp-lm      a checkpoint of this plugin, or a folder of --to safetensors; FILE: as for fairseq-lm
     gpt2        a folder with config.json, and model.safetensors or pytorch_model.bin; FILE: names of the tokens, one a
                 line, if the folder has no vocab.txt. --line-start: its texts are lines; see docs/conversion.md
+    llama       the same of a Llama, Mistral, Qwen2 or Qwen3, and the same FILE and options
     fla         the same of flash-linear-attention's DeltaNet, Gated DeltaNet, Kimi Delta Attention or RWKV-7
     fairseq-mt  a translation model of fairseq's transformer, or of this plugin with softmax; FILE: the folder with
                 both dict.LANGUAGE.txt

@@ -7,6 +7,7 @@ et al. 2025, arXiv 2505.09388).
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -28,7 +29,7 @@ from fairseq_fwp.convert.vocabulary import arrange, take_tables
 from fairseq_fwp.models.presets import BLOCKS
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.options import Settings
-from fairseq_fwp.pretrained.folder import CONFIG, read_config
+from fairseq_fwp.pretrained.folder import CONFIG
 from fairseq_fwp.pretrained.folder import read as read_folder
 
 NAME = "Llama, Mistral or Qwen"
@@ -67,10 +68,10 @@ KINDS: Kinds = {
     "silu or swish": (lambda value: value in ("silu", "swish"), ("hidden_act",)),
 }  # fmt: skip
 NOT_NULL = ("hidden_act", "max_position_embeddings", "max_window_layers", "rms_norm_eps")
-# Settings of training and of the folder, which change nothing here.
+# Settings of training, of the folder and of the command, which change nothing here.
 NOT_READ = {
-    "_name_or_path", "architectures", "bos_token_id", "dtype", "initializer_range", "model_type", "pad_token_id",
-    "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "end", "initializer_range", "line_start", "model_type",
+    "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 # Constants of earlier versions: the frequencies of rotary positions.
 FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -80,12 +81,6 @@ def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder, its config.json and defaults. Raises ValueError where one is missing or damaged."""
     tensors, config = read_folder(path, NAME, REQUIRED)
     return tensors, {**DEFAULTS, **defaults_of(config.get("model_type")), **config}
-
-
-def words(path: Path, vocabulary: Path | None) -> list[str]:
-    """The words of the dictionary, see `folder.numbers_of_tokens`."""
-    kind = read_config(path, NAME, REQUIRED).get("model_type")
-    return folder.numbers_of_tokens(NAME, REQUIRED, {**DEFAULTS, **defaults_of(kind)}, path, vocabulary)
 
 
 def defaults_of(kind: object) -> Settings:
@@ -226,7 +221,7 @@ def names_of(config: Settings) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    config, vocabulary = complete(options), arrange(words)
+    config, vocabulary = complete(options), arrange(folder.with_end(words, options))
     flags = flags_of(config)
     unread = Tensors((name, tensor) for name, tensor in tensors.items() if not FREQUENCIES.fullmatch(name))
     weights = {ours: unread.join(ours, theirs) for ours, theirs in names_of(config)}
@@ -234,7 +229,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     unread.rename({})  # refuses what is left
     known = {*REQUIRED, *DEFAULTS, *MODELS[config["model_type"]], *NOT_READ}
     notes = [*unread_note(options, known), *vocabulary.notes]
-    return Conversion("fwp_lm", flags, weights, vocabulary.words, notes)
+    return Conversion("fwp_lm", flags, weights, vocabulary.words, notes, options.get("line_start"))
 
 
-SOURCE = Source({}, read, convert, words)
+SOURCE = Source(folder.OPTIONS, read, convert, partial(folder.words_of_tokens, NAME, REQUIRED))

@@ -135,7 +135,7 @@ def test_a_folder_of_an_earlier_version_is_the_same_model(folder):
 
 def arguments(folder):
     tensors, config = llama.read(folder.path)
-    return tensors, llama.words(folder.path, None), llama.Options(config)
+    return tensors, llama.SOURCE.words(folder.path, None), llama.Options(config)
 
 
 def test_settings_that_config_json_leaves_out_have_the_values_of_transformers(folder):
@@ -301,7 +301,7 @@ REFUSALS = [
     (dict, {"tie_word_embeddings": True}, "lm_head cannot be converted: .* has two that differ"),
     (dict, {"vocab_size": 31}, r"embed_tokens\.weight must have 31 rows as config\.json says, got \(30, 24\)"),
     (dict, {"num_attention_heads": None}, "the configuration of a Llama, Mistral or Qwen, got one without num_at"),
-    (dict, {"eos_token_id": [2, 3]}, r"eos_token_id in .* must be one number .*, got the list \[2, 3\]: keep the one"),
+    (dict, {"eos_token_id": [2, 3]}, r"eos_token_id in .* must be one number .*, got \[2, 3\]: give the token"),
     (without("layers.1.mlp.up"), {}, r"it lacks model\.layers\.1\.mlp\.up_proj\.weight"),
     (without("lm_head"), {}, r"it lacks lm_head\.weight"),
     (ones("model.layers.1.mlp.experts", 2), {}, r"it has also model\.layers\.1\.mlp\.experts"),
@@ -323,6 +323,21 @@ def test_models_that_cannot_be_represented_are_refused_by_name(tmp_path_factory,
         folder.refuses(says, *more)
 
 
+def test_what_all_folders_of_transformers_have(folder):
+    """Pickled weights, names of tokens, and a token that ends a text in place of a list."""
+    folder.save_model("llama")
+    expected = llama.convert(*arguments(folder))
+    torch.save(folder.tensors, folder.path / "pytorch_model.bin")
+    (folder.path / "config.json").write_text(json.dumps({**folder.config, "eos_token_id": [2, 3]}))
+    (folder.path / "model.safetensors").unlink()
+    (folder.path / "vocab.txt").write_text("".join(f"w{number}\n" for number in range(WORDS)))
+    model, dictionary = folder.convert("--end", "w2", "--line-start", "word")
+    assert dictionary.symbols[4:] == [f"w{word}" for word in expected.words]
+    words = model.decoder.embed_tokens.weight
+    assert torch.equal(words, expected.weights["decoder.embed_tokens.weight"].double())
+    assert "--task fwp_lines" in (folder.out / "flags.txt").read_text()
+
+
 def test_settings_that_are_not_read_are_named(folder, capsys):
     folder.save_model("llama")
     folder.save({**folder.config, "sliding_window": 4, "residual_multiplier": 0.5}, folder.tensors)
@@ -336,14 +351,14 @@ def test_settings_that_are_not_read_are_named(folder, capsys):
 def test_damaged_folders(folder):
     folder.refuses(r"config\.json cannot be read")
     folder.save_model("llama")
-    folder.refuses("--vocabulary must be left out with Llama, Mistral or Qwen", "--vocabulary", "x")
+    folder.refuses("the vocabulary x cannot be read", "--vocabulary", "x")
     weights = folder.path / "model.safetensors"
     whole = weights.read_bytes()
     for content in (b"", whole[:100], whole[:-4]):
         weights.write_bytes(content)
         folder.refuses(r"model\.safetensors must be a complete safetensors file")
     weights.unlink()
-    folder.refuses(r"must hold model\.safetensors or .*\.index\.json")
+    folder.refuses(r"must hold model\.safetensors or pytorch_model\.bin, .* got neither")
     (folder.path / "config.json").write_text("[]")
     folder.refuses("must hold a JSON object")
     folder.path = folder.path / "config.json"
