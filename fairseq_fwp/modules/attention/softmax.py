@@ -1,7 +1,7 @@
 """Causal softmax attention with the interface of fast weight attention, over the whole past or a window: the baselines.
 
-Shapes: B batch, L tokens, S tokens seen so far, H heads, G heads of keys and values, D embed_dim, d size of a head,
-w window, n blocks of b tokens.
+Shapes: B batch, L tokens, S tokens seen so far, w window, n blocks of b tokens. H heads of size d, G heads of keys and
+values, D embed_dim.
 """
 
 import math
@@ -165,8 +165,8 @@ def rotate(x: Tensor, places: Tensor, theta: float, scaling: Scaling | None = No
 def scale_frequencies(frequencies: Tensor, factor: float, low: float, high: float, tokens: float) -> Tensor:
     """Return frequencies for texts `factor` times as long as the `tokens` of the training, as in Llama 3.1's code.
 
-    Those that turn at most `low` times in these tokens are divided by `factor`; those that turn at least `high` times
-    stay; in between the share that stays grows linearly with the turns.
+    Those that turn at most `low` times in these tokens are divided by `factor`. Those that turn at least `high` times
+    stay. In between, the share that stays grows linearly with the turns.
     """
     turns = tokens * frequencies / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
