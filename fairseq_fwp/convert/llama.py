@@ -98,9 +98,9 @@ def complete(config: Settings) -> Settings:
     for name in NOT_NULL:
         if name in settings and settings[name] is None:
             raise ValueError(f"{name} in {CONFIG} must have a value, got null")
-    read = {name: settings[name] for name in (*REQUIRED, *DEFAULTS, *own)}
-    check_expected(read, EXPECTED)
-    check_kinds(read, KINDS)
+    given = {name: settings[name] for name in (*REQUIRED, *DEFAULTS, *own) if settings[name] is not None}
+    check_expected(given, EXPECTED)
+    check_kinds(given, KINDS)
     size, heads = settings["hidden_size"], settings["num_attention_heads"]
     shared = settings["num_key_value_heads"] = settings["num_key_value_heads"] or heads
     if settings["head_dim"] is None:
@@ -141,11 +141,11 @@ def positions_of(config: Settings) -> Settings:
     transformers 5 has rope_parameters in place of rope_theta and rope_scaling.
     """
     name = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
-    rope = config[name] or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"{name} in {CONFIG} must be settings of rotary positions, got {rope!r}")
-    rope = {"rope_type": rope.get("type", "default"), "rope_theta": config["rope_theta"], **rope}
-    rope = {key: value for key, value in rope.items() if value is not None}
+    given = config[name] or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} in {CONFIG} must be settings of rotary positions, got {given!r}")
+    rope = Options({"rope_theta": config["rope_theta"]}) | Options(given)  # without null
+    rope = {"rope_type": rope.get("type", "default"), **rope}
     if (kind := rope["rope_type"]) not in ("default", LLAMA3):
         raise ValueError(f"{CONFIG} has {name} of type {kind!r}, which cannot be converted: choose a model without it")
     numbers = ["rope_theta", *(SCALING if kind == LLAMA3 else ())]

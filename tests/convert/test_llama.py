@@ -283,7 +283,7 @@ REFUSALS = [
     (dict, {"head_dim": None, "num_attention_heads": 5}, "num_attention_heads in .* divide hidden_size = 24, got 5"),
     (dict, {"num_key_value_heads": 3}, "num_key_value_heads in .* must divide num_attention_heads = 4, got 3"),
     (dict, {"num_key_value_heads": 0}, "num_key_value_heads in .* must be a whole number of at least 1, got 0"),
-    (dict, {"rope_parameters": {"rope_theta": None}}, f"rope_parameters in {ROPE} with type default, got none"),
+    (dict, {"rope_parameters": {"rope_type": None}, "rope_theta": None}, f"{ROPE} with type default, got none"),
     *((dict, {name: None}, f"{name} in config.json must have a value, got null") for name in llama.NOT_NULL[:2]),
     (dict, {"rms_norm_eps": 0}, "rms_norm_eps in config.json must be a number above 0, got 0"),
     (dict, {"attention_bias": "yes"}, "attention_bias in config.json must be true or false, got 'yes'"),

@@ -82,9 +82,8 @@ class SoftmaxAttention(Attention):
         if rope_theta is not None:
             check(rope_theta > 0, f"`rope_theta` must be above 0, got {rope_theta}")
             check(size % 2 == 0, f"`rope_theta` must be left out with heads of an odd size, got heads of {size}")
-        check(
-            rope_scaling is None or rope_theta is not None, "`rope_theta` must be given with `rope_scaling`, got none"
-        )
+        rotates = rope_theta is not None or rope_scaling is None
+        check(rotates, "`rope_theta` must be given with `rope_scaling`, got none")
         self.dropout = dropout
         self.rope_theta = rope_theta
         self.rope_scaling = None if rope_scaling is None else read_scaling(rope_scaling)
@@ -92,6 +91,12 @@ class SoftmaxAttention(Attention):
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=bias or qkv_bias)
         self.query_norm, self.key_norm = (layer_norm(size, True, norm_epsilon) if qk_norm else None for _ in range(2))
         self.out_proj = nn.Linear(heads * size, embed_dim, bias=bias)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Load a pickle; in those of former versions the layer does not normalise q and k, nor scale angles."""
+        super().__setstate__(state)
+        if not hasattr(self, "query_norm"):
+            self.query_norm, self.key_norm, self.rope_scaling = None, None, None
 
     def forward(
         self,
@@ -114,12 +119,6 @@ class SoftmaxAttention(Attention):
         y = attend(q, keys, cache.values, mask, dropout, causal)
         return self.out_proj(self.merge_heads(y)), cache
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Load a pickle; in those of former versions the layer does not normalise q and k, nor scale angles."""
-        super().__setstate__(state)
-        if not hasattr(self, "query_norm"):
-            self.query_norm, self.key_norm, self.rope_scaling = None, None, None
-
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, L, d), k and v (B, G, L, d) of x (B, L, D)."""
         size = self.sizes[0] // self.num_heads
@@ -138,8 +137,8 @@ class SoftmaxAttention(Attention):
             return q, keys
         total = keys.shape[2]
         places = torch.arange(total, device=q.device) if padding is None else (~padding).long().cumsum(1).unsqueeze(1)
-        angles = partial(rotate, theta=self.rope_theta, scaling=self.rope_scaling)
-        return angles(q, places[..., total - q.shape[2] :]), angles(keys, places)
+        turned = partial(rotate, theta=self.rope_theta, scaling=self.rope_scaling)
+        return turned(q, places[..., total - q.shape[2] :]), turned(keys, places)
 
     def state_size(self, length: int, carried: bool = False) -> int:
         return 2 * length * self.sizes[1]  # keys and values
