@@ -184,11 +184,11 @@ CONVERSIONS = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_hybrid_and_recurrent_models_learn_and_decode(folder, case):
-    """All flags have an effect; token by token the scores are those of one pass."""
+    """All flags have an effect; token by token the scores are those of one pass. Qwen3 has all that is converted."""
     folder.save_model(case)
     tokens = torch.randint(4, WORDS, (2, LENGTH))
     windowed = "window" in case
-    for flags in CONVERSIONS:
+    for flags in CONVERSIONS if case == "qwen3" else CONVERSIONS[:2]:
         model, _ = folder.convert(*flags)
         kept = flags[flags.index("--keep-softmax-layers") + 1].split(",") if "--keep-softmax-layers" in flags else []
         kinds = [type(layer.self_attn).__name__ for layer in model.decoder.layers]
@@ -214,8 +214,9 @@ def test_layers_by_divergence(folder, tmp_path):
     assert sorted(kinds) == ["FastWeightAttention"] * 2 + ["SoftmaxAttention"]
 
 
-@looped("case", ["llama, one head of keys", "mistral, window", "qwen3"])
-@looped("flags", [GATED_DELTA, CONVERSIONS[1]])
+@looped("case, flags", [
+    ("llama, one head of keys", GATED_DELTA), ("mistral, window", CONVERSIONS[1]), ("qwen3", CONVERSIONS[1]),
+])  # fmt: skip
 def test_a_converted_model_is_linearised_and_loaded_as_at_once(tmp_path_factory, case, flags):
     folder = Saved("llama", tmp_path_factory.mktemp("folder"))
     folder.save_model(case)
