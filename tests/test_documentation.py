@@ -132,9 +132,6 @@ def unknown_flags(program, words):
     if program == "fairseq-preprocess":
         _, rest = options.get_preprocessing_parser().parse_known_args(words)
     else:
-        if program == "fairseq-train" and "..." in words and "--arch" not in words:
-            words = [*CONVERTED.split(), *words]
-        words = [word for word in words if word != "..."]
         _, rest = options.parse_args_and_arch(FAIRSEQ[program](), input_args=words, parse_known=True)
     return [word for word in rest if word.startswith("--")]
 

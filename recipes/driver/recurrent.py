@@ -38,7 +38,7 @@ GAIN = 0.99
 # What a model reads first in a line, see fairseq_fwp/tasks/lines.py, in words.
 STARTS = {"word": "from their first word on", "end": "after </s>"}
 # Sources of fwp-convert by model_type in config.json.
-SOURCES = {"gpt2": "gpt2", "fwp_lm": "fwp-lm"}
+SOURCES = {"gpt2": "gpt2", **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama"), "fwp_lm": "fwp-lm"}
 ROWS = {
     SOURCE: "source",
     ADAPTED: "source, fine-tuned on the text",
