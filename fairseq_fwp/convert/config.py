@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from math import inf
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeGuard
 
 from fairseq_fwp.options import Settings
 from fairseq_fwp.pretrained.folder import CONFIG
@@ -10,15 +10,20 @@ from fairseq_fwp.pretrained.folder import CONFIG
 # Of a setting the only value that can be converted, and what the model does with another value.
 Expected: TypeAlias = Mapping[str, tuple[object, str]]
 # What settings must be unless they are left out: words for errors, whether a value is that, and their names.
-Kinds: TypeAlias = Mapping[str, tuple[Callable[[Any], bool], tuple[str, ...]]]
+Kinds: TypeAlias = Mapping[str, tuple[Callable[[object], bool], tuple[str, ...]]]
 
-# True is not 1 here.
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is a number; true is none."""
+    return type(value) in (int, float)
+
+
 WHOLE = "a whole number of at least 1"
 POSITIVE = "a number above 0"
 SWITCH = "true or false"
-FITS: dict[str, Callable[[Any], bool]] = {
+FITS: dict[str, Callable[[object], bool]] = {
     WHOLE: lambda value: type(value) is int and value >= 1,
-    POSITIVE: lambda value: type(value) in (int, float) and 0 < value < inf,
+    POSITIVE: lambda value: is_number(value) and 0 < value < inf,
     SWITCH: lambda value: type(value) is bool,
 }
 

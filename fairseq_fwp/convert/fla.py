@@ -26,6 +26,7 @@ from fairseq_fwp.convert.config import (
     Kinds,
     check_expected,
     check_kinds,
+    is_number,
     names_in,
     unread_note,
 )
@@ -93,7 +94,7 @@ KINDS: Kinds = {
          "max_position_embeddings", "num_heads", "num_hidden_layers", "num_v_heads", "v_low_rank_dim", "vocab_size"),
     ),
     POSITIVE: (FITS[POSITIVE], ("attn.rope_theta", "expand_k", "expand_v", "hidden_ratio", "norm_eps")),
-    "a number below 0": (lambda value: type(value) in (int, float) and -inf < value < 0, ("lower_bound",)),
+    "a number below 0": (lambda value: is_number(value) and -inf < value < 0, ("lower_bound",)),
     SWITCH: (FITS[SWITCH], ("allow_neg_eigval", "attn.qkv_bias", "fuse_norm", "tie_word_embeddings", "use_gate")),
     "swish, silu or sigmoid": (lambda value: value in ("swish", "silu", "sigmoid"), ("output_gate_activation",)),
     "a list of numbers of layers": (

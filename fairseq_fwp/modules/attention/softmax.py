@@ -95,7 +95,7 @@ class SoftmaxAttention(Attention):
     def __setstate__(self, state: dict[str, object]) -> None:
         """Load a pickle; in those of former versions the layer does not normalise q and k, nor scale angles."""
         super().__setstate__(state)
-        if not hasattr(self, "query_norm"):
+        if "rope_scaling" not in state:
             self.query_norm, self.key_norm, self.rope_scaling = None, None, None
 
     def forward(
