@@ -117,7 +117,8 @@ class DistillationCriterion(FairseqCriterion):
         comparison is exact.
         """
         out = model(**sample["net_input"])
-        target = model.get_targets(sample, out)
+        # With a teacher only, the text may have words that neither of the two can predict.
+        target = sample["target"] if self.weight == 1 else model.get_targets(sample, out)
         real = target.ne(self.padding_idx)
         target = target[real]
         of_model, of_its_teacher = (getattr(of.decoder, "adaptive_softmax", None) for of in (model, teacher))
