@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.backend import kernel_ready
 from .arguments import state_dtype
+from .operator import define
 from .rule import is_transformed
 
 
@@ -48,7 +49,7 @@ def _parts(x: Tensor, weight: Tensor, sequence: Tensor | None) -> list[Tensor]:
     return [part.where(is_same, 0) for part, is_same in zip(parts, same, strict=True)]
 
 
-@torch.library.custom_op("fwp::causal_conv1d", mutates_args=())
+@define("causal_conv1d", "(Tensor x, Tensor weight, Tensor? bias, Tensor? sequence) -> Tensor")
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -> Tensor:
     if x.device.type == "cpu" and kernel_ready("cpu"):
         return torch.ops.fwp.causal_conv1d(x, weight, bias, sequence)
@@ -58,7 +59,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | 
     return out
 
 
-@torch.library.custom_op("fwp::causal_conv1d_backward", mutates_args=())
+@define("causal_conv1d_backward", "(Tensor x, Tensor weight, Tensor? sequence, Tensor grad_out) -> (Tensor, Tensor)")
 def _backward(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     if x.device.type == "cpu" and kernel_ready("cpu"):
         return torch.ops.fwp.causal_conv1d_backward(x, weight, sequence, grad_out)
@@ -69,12 +70,12 @@ def _backward(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tens
     return torch.func.vjp(product, x, weight)[1](grad_out)
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -> Tensor:
     return torch.empty_like(x)
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight)
 
@@ -90,4 +91,4 @@ def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
     return d_x, d_weight, grad_out.sum((0, 1)) if ctx.has_bias else None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
+torch.library.register_autograd(_forward, _differentiate, setup_context=_setup_context)

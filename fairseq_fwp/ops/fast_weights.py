@@ -30,6 +30,7 @@ from .arguments import (
     retrieve,
     state_dtype,
 )
+from .operator import define, refuse_double_backward
 
 # Tokens between two states that kernels keep for the backward pass of a forgetting rule: kKeptEvery of cuda_ext/rule.h.
 KEPT_EVERY = 32
@@ -90,7 +91,7 @@ def fast_weights(
         if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
             # There, only kernels with decays take several documents.
             decay = q.new_ones(()).expand(v.shape[:3])
-    out, memory, _, _ = _operator(q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases)
+    out, memory, _, _ = _forward(q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases)
     return out, memory
 
 
@@ -122,11 +123,7 @@ def _check(inputs: Inputs) -> None:
     check_arguments("fast_weights", tensors, inputs.state, inputs.first)
 
 
-@torch.library.custom_op(
-    "fwp::fast_weights",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+@define("fast_weights", f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, the new state, and two tensors for the backward pass, (0,) if they are not needed.
 
@@ -160,17 +157,16 @@ def _allocate(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = Inputs(*arguments)
     _check(inputs)
     return _allocate(inputs)
 
 
-@torch.library.custom_op(
-    "fwp::fast_weights_backward",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor? v, {SCHEMA}, Tensor retrieved, Tensor kept, Tensor? grad_out,"
+@define(
+    "fast_weights_backward",
+    f"(Tensor q, Tensor k, Tensor? v, {SCHEMA}, Tensor retrieved, Tensor kept, Tensor? grad_out,"
     f" Tensor? grad_state) -> ({', '.join(['Tensor'] * 9)})",
 )
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -193,7 +189,7 @@ def _allocate_gradients(inputs: Inputs, retrieved: Tensor) -> tuple[Tensor, ...]
     return tuple(inputs.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like[:9])
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     *of_forward, retrieved, _, _, _ = arguments
     return _allocate_gradients(Inputs(*of_forward), retrieved)
@@ -214,6 +210,5 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None,
     return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
-reference.refuse_double_backward(_backward)
-_operator: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.fwp.fast_weights.default
+torch.library.register_autograd(_forward, _differentiate, setup_context=_setup_context)
+refuse_double_backward(_backward)

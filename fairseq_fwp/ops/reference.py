@@ -107,12 +107,3 @@ def allocate(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     state = q.new_empty((*v.shape[:2], q.shape[3], v.shape[-1]), dtype=state_dtype(q.dtype))
     starts = state.new_empty((*state.shape[:2], len(_chunks(q.shape[2])), *state.shape[2:]))
     return v.new_empty((*v.shape[:3], v.shape[-1])), state, starts
-
-
-def refuse_double_backward(op: Any) -> None:
-    """Make differentiating a backward operator an error: it has no derivative, and silence would be a wrong one."""
-
-    def raise_error(ctx: Any, *grads: Tensor | None) -> None:
-        raise RuntimeError(f"{op._qualname} cannot be differentiated: for second derivatives use backend='reference'")
-
-    op.register_autograd(raise_error)

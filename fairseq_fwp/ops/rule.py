@@ -18,7 +18,8 @@ from ..kernels import self_check
 from ..kernels.backend import require_kernel, too_large
 from . import fla
 from .arguments import PER_VALUE, SHARED_KEY, Results, Shape, check_arguments
-from .reference import allocate, backward, forward, loop, refuse_double_backward
+from .operator import define, refuse_double_backward
+from .reference import allocate, backward, forward, loop
 
 BACKENDS = ("auto", "kernel", "fla", "reference")
 REFERENCE = "use backend='reference', which layers take too"
@@ -242,13 +243,13 @@ def make_operator(rule: Rule) -> Callable[..., Results]:
     tensors = ", ".join(f"Tensor {tensor}" for tensor in names)
     schema = f"({tensors}, Tensor? state, Tensor? first) -> (Tensor, Tensor, Tensor)"
 
-    @torch.library.custom_op(f"fwp::{name}", mutates_args=(), schema=schema)
+    @define(name, schema)
     def op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tokens, state, first = arguments
         rule.check(*tokens, state=state, first=first)
         return forward(rule.reference, tuple(tokens), state, first)
 
-    @op.register_fake
+    @torch.library.register_fake(op)
     def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tokens, state, first = arguments
         rule.check(*tokens, state=state, first=first)
@@ -256,12 +257,12 @@ def make_operator(rule: Rule) -> Callable[..., Results]:
 
     schema = f"({tensors}, Tensor? first, Tensor starts, Tensor? grad_out, Tensor? grad_state) -> Tensor[]"
 
-    @torch.library.custom_op(f"fwp::{name}_backward", mutates_args=(), schema=schema)
+    @define(f"{name}_backward", schema)
     def op_backward(*arguments: Any) -> list[Tensor]:
         *tokens, first, starts, grad_out, grad_state = arguments
         return backward(rule.reference, tuple(tokens), first, starts, grad_out, grad_state)
 
-    @op_backward.register_fake
+    @torch.library.register_fake(op_backward)
     def _(*arguments: Any) -> list[Tensor]:
         *tokens, _, _, _, _ = arguments
         return [*(x.new_empty(x.shape) for x in tokens), allocate(tokens[0], tokens[2])[1]]
@@ -277,7 +278,7 @@ def make_operator(rule: Rule) -> Callable[..., Results]:
         *grads, of_state = op_backward(*ctx.saved_tensors, grad_out, grad_state)
         return *grads, of_state if ctx.has_state else None, None
 
-    op.register_autograd(differentiate, setup_context=setup_context)
+    torch.library.register_autograd(op, differentiate, setup_context=setup_context)
     refuse_double_backward(op_backward)
 
     def run(*tokens: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
