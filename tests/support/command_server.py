@@ -226,8 +226,8 @@ def _run(order: dict) -> NoReturn:
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # modules log while they are imported
-    # Training first, because it sets the form of the log. Optimizers import _dynamo.
-    for name in ("fairseq_cli.train", "fairseq_cli.eval_lm", "fairseq_cli.generate", "torch._dynamo", "fairseq_fwp"):
+    # Training first, because it sets the form of the log.
+    for name in ("fairseq_cli.train", "fairseq_cli.eval_lm", "fairseq_cli.generate", "fairseq_fwp"):
         import_module(name)
     gc.freeze()  # or every command would look through all that is imported, and copy it
     print("ready", file=answers)

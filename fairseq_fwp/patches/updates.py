@@ -1,0 +1,116 @@
+"""Time that fairseq and torch lose around the model: in each update of a training, and at its start."""
+
+import contextlib
+import ctypes
+import math
+import os
+import sys
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from fairseq_fwp.patches.patch import patch
+
+OPTIMIZER = "torch.optim.Optimizer"
+# Names of settings in glibc's malloc.h, and their values with which it keeps memory: up to 2 GiB, and none apart.
+TRIM_THRESHOLD, MMAP_MAX = -1, -4
+SETTINGS = ((TRIM_THRESHOLD, 2**31 - 1), (MMAP_MAX, 0))
+
+
+@patch("fairseq.optim.adam.Adam.step")
+def fuse_adam(step, self, closure=None):
+    """Compute Adam on a CPU by PyTorch's fused operator, in one pass: fairseq makes eleven over each parameter.
+
+    Results are those of fairseq's Adam to rounding, and its state is the same. Half precision, other devices, sparse
+    gradients and amsgrad are left to fairseq.
+    """
+    parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+    if any(group.get("amsgrad") for group in self.param_groups) or not all(
+        _can_be_fused(p, p.grad, *filter(torch.is_tensor, self.state[p].values())) for p in parameters
+    ):
+        return step(self, closure)
+    loss = None if closure is None else closure()
+    with torch.no_grad():
+        for group in self.param_groups:
+            _step_of_group(group, self.state)
+    return loss
+
+
+def _can_be_fused(*tensors: Tensor) -> bool:
+    """Return whether the operator takes a parameter, its gradient and its moments: it does not read their strides."""
+    return all(
+        x.device.type == "cpu" and x.dtype == torch.float32 and x.layout == torch.strided and x.is_contiguous()
+        for x in tensors
+    )
+
+
+def _step_of_group(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
+    by_count: dict[int, list[Tensor]] = defaultdict(list)  # not every parameter has a gradient in every update
+    for p in group["params"]:
+        if p.grad is not None:
+            state = states[p]
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["step"] += 1
+            by_count[state["step"]].append(p)
+    beta1, beta2 = group["betas"]
+    for count, parameters in by_count.items():
+        if group["weight_decay"]:  # apart: the operator rounds 1 - decay * rate first, which changes small decays
+            torch._foreach_add_(parameters, parameters, alpha=-group["weight_decay"] * group["lr"])
+        adamw(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            [states[p]["exp_avg"] for p in parameters],
+            [states[p]["exp_avg_sq"] for p in parameters],
+            [],
+            [*torch.full((len(parameters),), count - 1.0).unbind()],  # the operator adds one
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=0,
+            # fairseq adds epsilon to the root of the second moment, PyTorch after that is divided by its bias.
+            eps=group["eps"] / math.sqrt(1 - beta2**count),
+            maximize=False,
+        )
+
+
+@patch("fairseq.utils.set_torch_seed.__init__")
+def seed_the_cpu_alone(init, self, seed):
+    """Seed only the CPU where there is no GPU: for GPUs to come, torch formats its call stack in every update."""
+    from fairseq import utils
+
+    if torch.cuda.is_available() or utils.xm is not None:
+        init(self, seed)
+        return
+    self.rng_state = utils.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+
+
+@patch("fairseq.trainer.Trainer.__init__")
+def keep_freed_memory(init, self, *args, **kwargs):
+    """Keep the memory that an update on a CPU frees: glibc gives it back, and the next update fetches it by pages.
+
+    Settings of the user, MALLOC_... or GLIBC_TUNABLES, stay.
+    """
+    init(self, *args, **kwargs)
+    if self.cuda or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # no glibc
+        for name, value in SETTINGS:
+            ctypes.CDLL(None).mallopt(name, value)
+
+
+@patch(f"{OPTIMIZER}.add_param_group", since="torch 2.1")
+@patch(f"{OPTIMIZER}.load_state_dict", since="torch 2.1")
+@patch(f"{OPTIMIZER}.state_dict", since="torch 2.1")
+@patch(f"{OPTIMIZER}.zero_grad", since="torch 2.1")
+def leave_the_compiler_out(method, self, *args, **kwargs):
+    """Do not import torch's compiler, which takes two seconds, only to keep it from compiling an optimizer."""
+    if "torch._dynamo" not in sys.modules:
+        method = getattr(method, "__wrapped__", method)
+    return method(self, *args, **kwargs)
