@@ -81,7 +81,8 @@ class Scores:
     """The result of an evaluation.
 
     log_probs (N,): of each token of the text, base e, float64; protocol: the one used, with its statistics;
-    state_size: numbers kept of a sequence, None for a model that does not count them; seconds: of the scoring.
+    state_size: numbers kept of a sequence, None for a model that does not count them; seconds: of the scoring, without
+    what is built and loaded at first use.
     """
 
     log_probs: Tensor
@@ -127,19 +128,23 @@ def evaluate(
     if train is not None:
         protocol = gather_statistics(model, train, protocol)
     scorer = protocol.scorer(model, text)
-    bar = progress(protocol.plan(scorer.text, batch_size))
+    plan = protocol.plan(scorer.text, batch_size)
+    bar = progress(plan)
     dynamic = None if protocol.dynamic is None else DynamicScorer(scorer, protocol.dynamic)
-    started = time.perf_counter()
     try:
         with faster_linear():
+            for batch in plan[:1]:  # builds and loads what is used for the first time
+                scorer(batch[:1])
+            started = time.perf_counter()
             word = model.decoder.dictionary.__getitem__
             log_probs = score(dynamic or scorer, bar, text.tokens, word, getattr(bar, "log", lambda numbers: None))
+            seconds = time.perf_counter() - started
     finally:
         if dynamic is not None:
             dynamic.restore()
     decoder = streaming(model)
     state_size = None if decoder is None else decoder.state_size(protocol.window, protocol.carry_state)
-    return Scores(log_probs, protocol, state_size, time.perf_counter() - started)
+    return Scores(log_probs, protocol, state_size, seconds)
 
 
 def gather_statistics(model: Model, train: Text, protocol: Protocol) -> Protocol:

@@ -3,6 +3,8 @@
 import math
 import re
 import textwrap
+import time
+from functools import partialmethod
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from support.small_models import build_model, make_dictionary
 
 import fairseq_fwp.evaluation
 from fairseq_fwp.evaluation import Protocol, Text, evaluate
-from fairseq_fwp.evaluation.scoring import StreamScorer, score
+from fairseq_fwp.evaluation.scoring import Scorer, StreamScorer, WindowScorer, score
 from fairseq_fwp.evaluation.windows import Window, batches, windows
 
 LENGTH = 61
@@ -114,6 +116,22 @@ def test_fairseqs_own_models(cutoffs):
     torch.testing.assert_close(actual, expected, atol=1e-9 if cutoffs else 1e-6, rtol=0)
     with pytest.raises(ValueError, match=r"`carry_state` must be off for TransformerLanguageModel, which has no state"):
         evaluate(model, text, Protocol(16, carry_state=True))
+
+
+@pytest.mark.parametrize("carry_state", [False, True])
+def test_seconds_are_without_what_is_loaded_at_first_use(monkeypatch, carry_state):
+    clock = [0, 0]  # seconds, calls
+
+    def log_probs(self, batch, compute=Scorer.log_probs):
+        clock[0] += 1 if clock[1] else 100
+        clock[1] += 1
+        return compute(self, batch)
+
+    for kind in (WindowScorer, StreamScorer):
+        monkeypatch.setattr(kind, "log_probs", partialmethod(log_probs, compute=kind.log_probs))
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    scores = evaluate(build_model("delta_lm_wt103"), random_text(), Protocol(16, carry_state=carry_state), batch_size=1)
+    assert scores.seconds == clock[1] - 1 == 4
 
 
 def test_every_token_counts_once():
