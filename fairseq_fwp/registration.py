@@ -42,11 +42,13 @@ class _AfterFairseq(MetaPathFinder):
         execute = spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
+            from fairseq_fwp.patches.imports import rare_packages_deferred
             from fairseq_fwp.patches.messages import silence_known_warnings
 
             silence_known_warnings()
             level, handlers = logging.root.level, logging.root.handlers[:]
-            execute(module)
+            with rare_packages_deferred():
+                execute(module)
             # A model of fairseq sets the root logger to DEBUG when it is imported.
             logging.root.setLevel(level)
             logging.root.handlers[:] = handlers

@@ -226,6 +226,28 @@ install_peers() {
     --no-deps --no-build-isolation pytorch-fast-transformers==0.4.0
 }
 
+# With PYTHONDONTWRITEBYTECODE no later command would write it, and each would compile what it imports: many seconds.
+compile_imports='
+import importlib, os, pkgutil, sys
+import fairseq_cli, fairseq_cli.train, fairseq_fwp
+for package in fairseq_cli, fairseq_fwp:
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        try:
+            importlib.import_module(module.name)
+        except (ImportError, SystemExit):  # of an extra that is not installed
+            pass
+cached = (getattr(module, "__cached__", None) for module in list(sys.modules.values()))
+folders = sorted({os.path.dirname(path) for path in cached if isinstance(path, str) and not os.path.exists(path)})
+sys.exit(f"{folders[0]} cannot be written" if folders else 0)
+'
+
+write_bytecode() {
+  local words
+  say "compiling what the commands import"
+  words=$(env -u PYTHONDONTWRITEBYTECODE "$python" -W ignore -c "$compile_imports" 2>&1) ||
+    say "not all of it could be compiled, so commands start some seconds later: ${words##*$'\n'}"
+}
+
 take_lock='
 import fcntl
 try:
@@ -248,6 +270,7 @@ main() {
   for extra in "${known[@]}"; do ! is_stamped "$extra" || extras+=("$extra"); done
   rm -f "$state"/*.done # until the end nothing counts as done
   install ${extras[@]+"${extras[@]}"}
+  write_bytecode
   for extra in base ${extras[@]+"${extras[@]}"}; do [ "$extra" = peers ] || key >"$state/$extra.done"; done
   # Last: where these cannot be built, all else is set up.
   case " ${extras[*]-} " in

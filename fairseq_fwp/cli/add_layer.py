@@ -13,19 +13,21 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from omegaconf import OmegaConf
-
-import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging, write_whole
-from fairseq_fwp.fast_weight_layer.initialization import read_moments
-from fairseq_fwp.fast_weight_layer.model import add_layer
-from fairseq_fwp.options import setting
-from fairseq_fwp.pretrained import read
+from fairseq_fwp.cli import make_parser, one_sentence, start_logging, write_whole
+from fairseq_fwp.cli.arguments import output_file, positive
 
 
 def run(args: Namespace) -> None:
     """Add the layer as the arguments say, and print what was written."""
+    import torch
+    from omegaconf import OmegaConf
+
+    from fairseq_fwp.cli import loading
+    from fairseq_fwp.fast_weight_layer.initialization import read_moments
+    from fairseq_fwp.fast_weight_layer.model import add_layer
+    from fairseq_fwp.options import setting
+    from fairseq_fwp.pretrained import read
+
     if args.out.exists():
         raise ValueError(f"--out must be a new file, got {args.out}, which exists: give another name, or remove it")
     checkpoint = read(args.path)
@@ -51,10 +53,10 @@ def run(args: Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     command = make_parser(__doc__)
-    add, positive = command.add_argument, loading.positive
+    add = command.add_argument
     add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
     add("--path", required=True, help="the checkpoint of a language model")
-    add("--out", required=True, type=loading.output_file, metavar="FILE", help="file for --finetune-from-model")
+    add("--out", required=True, type=output_file, metavar="FILE", help="file for --finetune-from-model")
     add("--fwl-hidden-dim", type=positive, metavar="F", help="hidden units of the layer (4 D)")
     add("--tokens", type=positive, default=100_000, metavar="N", help="training tokens to read (100,000)")
     return command

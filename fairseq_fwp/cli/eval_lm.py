@@ -22,25 +22,19 @@ import re
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import torch
-from fairseq.data import Dictionary
-from fairseq.logging.progress_bar import progress_bar
-from fairseq.models import FairseqLanguageModel
-from fairseq.tasks import FairseqTask
+from fairseq_fwp.cli import make_parser, one_sentence, start_logging, write_whole
+from fairseq_fwp.cli.arguments import dictionary_of_settings, non_negative, output_file, positive
 
-import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging, write_whole
-from fairseq_fwp.cli.loading import load_text, non_negative, positive
-from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
-from fairseq_fwp.evaluation.dynamic import KINDS
-from fairseq_fwp.evaluation.windows import Window
-from fairseq_fwp.models.attention_options import flag
-from fairseq_fwp.models.decoder import LanguageModelDecoder
-from fairseq_fwp.options import Settings, setting, word
-from fairseq_fwp.pretrained import read
-from fairseq_fwp.tasks.lines import END, STARTS, WORD
-from fairseq_fwp.tasks.text import BLANK_LINE
+if TYPE_CHECKING:
+    from fairseq.data import Dictionary
+    from fairseq.models import FairseqLanguageModel
+    from fairseq.tasks import FairseqTask
+
+    from fairseq_fwp.evaluation import Protocol, Scores
+    from fairseq_fwp.evaluation.windows import Window
+    from fairseq_fwp.options import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +47,12 @@ FLAGS = {
 }
 
 BY_LINES = {
-    END: "each line by itself, all of it scored",
-    WORD: "each line by itself, scored after its first word",
+    "end": "each line by itself, all of it scored",
+    "word": "each line by itself, scored after its first word",
 }
 
 
-def summarize(args: Namespace, model: FairseqLanguageModel, characters: int | None, scores: Scores) -> Settings:
+def summarize(args: Namespace, model: "FairseqLanguageModel", characters: int | None, scores: "Scores") -> "Settings":
     """Return what was evaluated and its result, as --json writes them; None for an unknown number."""
     tokens = len(scores.log_probs)
     return {
@@ -77,14 +71,14 @@ def summarize(args: Namespace, model: FairseqLanguageModel, characters: int | No
     }
 
 
-def describe(args: Namespace, protocol: Protocol) -> str:
+def describe(args: Namespace, protocol: "Protocol") -> str:
     """Return the protocol in words."""
     if args.line_start is not None:
         return BY_LINES[args.line_start] + (f", {protocol.dynamic}" if protocol.dynamic else "")
     return str(protocol) + (f", reset after {args.reset_after}" if args.reset_after else "")
 
 
-def report(summary: Settings) -> list[str]:
+def report(summary: "Settings") -> list[str]:
     """The lines of a summary, with fairseq-eval-lm's words where it has them."""
     of = Namespace(**summary)
     lines = [f"{of.subset}: {of.protocol}", f"num. model params: {of.parameters:,}"]
@@ -98,7 +92,7 @@ def report(summary: Settings) -> list[str]:
     return lines
 
 
-def count_characters(dictionary: Dictionary, tokens: int, expected: int | None) -> int | None:
+def count_characters(dictionary: "Dictionary", tokens: int, expected: int | None) -> int | None:
     """Return the expected number, or that of tokens of one character each. Raises ValueError where the two differ."""
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if not word.startswith("madeupword")]
     counted = tokens if words and all(len(word) == 1 for word in words) else None
@@ -108,8 +102,12 @@ def count_characters(dictionary: Dictionary, tokens: int, expected: int | None) 
     return expected if counted is None else counted
 
 
-def read_protocol(args: Namespace, model: FairseqLanguageModel, task: FairseqTask) -> Protocol:
+def read_protocol(args: Namespace, model: "FairseqLanguageModel", task: "FairseqTask") -> "Protocol":
     """The protocol that the arguments name; ValueError where the model, or the task's settings, cannot follow it."""
+    from fairseq_fwp.evaluation import DynamicRule, Protocol
+    from fairseq_fwp.models.attention_options import flag
+    from fairseq_fwp.options import setting
+
     limit = model.max_positions()
     window = args.tokens_per_sample or min(setting(task, "tokens_per_sample", None) or limit, limit)
     options = {"lr": args.dynamic_lr, "decay": args.dynamic_decay, "epsilon": args.dynamic_epsilon}
@@ -133,6 +131,15 @@ def read_protocol(args: Namespace, model: FairseqLanguageModel, task: FairseqTas
 
 def run(args: Namespace) -> None:
     """Run the evaluation that the arguments describe; print its result and write its files."""
+    import torch
+    from fairseq.logging.progress_bar import progress_bar
+
+    from fairseq_fwp.cli import loading
+    from fairseq_fwp.evaluation import evaluate
+    from fairseq_fwp.models.decoder import LanguageModelDecoder
+    from fairseq_fwp.options import setting, word
+    from fairseq_fwp.pretrained import read
+
     loading.import_plugin(args.user_dir)
     checkpoint = read(args.path)
     model, task = loading.load_model(checkpoint, args.data, args.model_overrides)
@@ -142,9 +149,10 @@ def run(args: Namespace) -> None:
     dictionary = task.source_dictionary
     first = dictionary.bos() if setting(cfg.task, "add_bos_token", False) else dictionary.eos()
     reading = (first, args.reset_after, args.line_start, protocol.window)
-    text = load_text(task, args.data, args.gen_subset, *reading)
+    text = loading.load_text(task, args.data, args.gen_subset, *reading)
     characters = count_characters(dictionary, len(text.tokens), args.characters)
-    train = load_text(task, args.data, "train", *reading) if args.dynamic not in (None, "sgd") else None
+    learns_alone = args.dynamic in (None, "sgd")
+    train = None if learns_alone else loading.load_text(task, args.data, "train", *reading)
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model = model.to(device).requires_grad_(args.dynamic is not None)
     has_positions = isinstance(model.decoder, LanguageModelDecoder) and model.decoder.embed_positions is not None
@@ -158,7 +166,7 @@ def run(args: Namespace) -> None:
             f"{model.max_positions():,}",
         )
 
-    def progress(batches: list[list[Window]]) -> Iterable[list[Window]]:
+    def progress(batches: "list[list[Window]]") -> "Iterable[list[Window]]":
         shown = {"prefix": args.gen_subset, "default_log_format": "simple" if args.no_progress_bar else "tqdm"}
         return progress_bar(batches, args.log_format, args.log_interval, **shown)
 
@@ -177,7 +185,7 @@ def run(args: Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     command = make_parser(__doc__)
-    add, protocol, output_file = command.add_argument, command.add_mutually_exclusive_group(), loading.output_file
+    add, protocol = command.add_argument, command.add_mutually_exclusive_group()
     add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
     add("--path", required=True, help="the checkpoint")
     add("--gen-subset", default="test", metavar="SPLIT", help="split to evaluate: train, valid, test, ... (test)")
@@ -188,11 +196,12 @@ def parser() -> argparse.ArgumentParser:
     protocol.add_argument("--context-window", type=int, metavar="N", help=first)
     carried = "read the text once, carrying the state to the next segment"
     protocol.add_argument("--carry-state", action="store_true", help=carried)
-    reset = f"reset the state and the weights after this symbol, or after each {BLANK_LINE}"
+    reset = "reset the state and the weights after this symbol, or after each blank-line"
     add("--reset-after", metavar="SYMBOL", help=reset)
     lines = "read each line by itself, after </s> (end) or from its first word on, which is not scored (word)"
-    protocol.add_argument("--line-start", choices=STARTS, help=lines)
-    add("--dynamic", choices=[*KINDS], help="rule by which the model learns from each window after it is scored")
+    protocol.add_argument("--line-start", choices=[*BY_LINES], help=lines)
+    rule = "rule by which the model learns from each window after it is scored"
+    add("--dynamic", choices=["sgd", "rms", "rms-sum"], help=rule)
     add("--dynamic-lr", type=non_negative, metavar="LR", help="step size; required with --dynamic")
     add("--dynamic-decay", type=non_negative, metavar="D", help="strength of the pull to the trained weights (0)")
     add("--dynamic-epsilon", type=non_negative, metavar="E", help="with rms, rms-sum: added to divisors (1e-5)")
@@ -202,8 +211,8 @@ def parser() -> argparse.ArgumentParser:
     add("--characters", type=positive, metavar="N", help="characters of the text (wc -m), for bits per character")
     add("--scores", type=output_file, metavar="TSV", help="write each token with its log-probability (base e)")
     add("--json", type=output_file, metavar="JSON", help="write the result")
-    settings, replaced = loading.dictionary_of_settings, "settings that replace the checkpoint's"
-    add("--model-overrides", type=settings, default={}, metavar="DICT", help=replaced)
+    replaced = "settings that replace the checkpoint's"
+    add("--model-overrides", type=dictionary_of_settings, default={}, metavar="DICT", help=replaced)
     add("--user-dir", help="plugin that the checkpoint needs besides this package")
     add("--cpu", action="store_true", help="do not use a GPU")
     add("--log-format", choices=["json", "none", "simple", "tqdm"], help="format of the progress")
@@ -233,13 +242,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.json and args.json == args.scores:
         command.error(f"--json and --scores must be different files, got {args.json} for both")
     with one_sentence("fwp-eval-lm"):
+        from torch.cuda import OutOfMemoryError
+
+        from fairseq_fwp.cli import loading
+
         loading.refuse_inputs(args.data, args.path, {"--json": args.json, "--scores": args.scores})
         try:
             run(args)
         except ValueError as error:
             named = re.sub(r"`(\w+)`", lambda match: FLAGS.get(match[1], match[0]), str(error))
             raise ValueError(named) from error
-        except torch.cuda.OutOfMemoryError as error:
+        except OutOfMemoryError as error:
             remedy = "pass a smaller --batch-size"
             raise ValueError(f"the GPU ran out of memory with that many windows at once: {remedy}") from error
 

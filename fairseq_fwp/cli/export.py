@@ -16,24 +16,19 @@ import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from fairseq import tasks
-from fairseq.dataclass.utils import overwrite_args_by_name
-from fairseq.models import ARCH_MODEL_REGISTRY
-from fairseq.modules import LearnedPositionalEmbedding
-from fairseq.tasks import FairseqTask
-from torch import Tensor
+from fairseq_fwp.cli import make_parser, one_sentence, start_logging
+from fairseq_fwp.cli.arguments import output_folder
 
-import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import loading, make_parser, one_sentence, start_logging
-from fairseq_fwp.convert.checkpoint import new_folder
-from fairseq_fwp.export.onnx import OPSET, Entry, to_onnx, translation_to_onnx
-from fairseq_fwp.models.fwp_lm import FwpLanguageModel
-from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
-from fairseq_fwp.modules.positions import LearnedPositions
-from fairseq_fwp.pretrained import read
+if TYPE_CHECKING:
+    import numpy as np
+    from fairseq.tasks import FairseqTask
+    from torch import Tensor
+
+    from fairseq_fwp.export.onnx import Entry
+    from fairseq_fwp.models.fwp_lm import FwpLanguageModel
+    from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 
 TOLERANCE = 1e-3  # of log-probabilities in float32; differences are about 1e-5
 # Operators on matrices. ONNX Runtime's tool takes also ONNX's Attention, for another operator of that name.
@@ -43,6 +38,10 @@ PIECE = 64  # tokens that a program should pass in one call, as the result has a
 
 def run(args: Namespace) -> None:
     """Export as the arguments say, and print what was written."""
+    from fairseq_fwp.convert.checkpoint import new_folder
+    from fairseq_fwp.export.onnx import OPSET, Entry, to_onnx, translation_to_onnx
+    from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
+
     if args.out.exists():
         raise ValueError(f"--out must be a new folder, got {args.out}, which exists: give another name, or remove it")
     codes = args.bpe_codes.read_bytes() if args.bpe_codes else None
@@ -91,8 +90,17 @@ def run(args: Namespace) -> None:
     print(f"wrote {args.out}: {size:.1f} MB, a call reads {pieces}; {differences}")
 
 
-def load(path: str, data: str) -> tuple[FwpLanguageModel | FwpTransformerModel, FairseqTask]:
+def load(path: str, data: str) -> "tuple[FwpLanguageModel | FwpTransformerModel, FairseqTask]":
     """Return the model of a checkpoint, in evaluation mode, and its task. Raises ValueError for one without a form."""
+    from fairseq import tasks
+    from fairseq.dataclass.utils import overwrite_args_by_name
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    from fairseq_fwp.cli import loading
+    from fairseq_fwp.models.fwp_lm import FwpLanguageModel
+    from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
+    from fairseq_fwp.pretrained import read
+
     checkpoint = read(path)
     if ARCH_MODEL_REGISTRY.get(checkpoint.arch) is FwpTransformerModel:
         overwrite_args_by_name(checkpoint.cfg, {"data": data})
@@ -113,8 +121,12 @@ def load(path: str, data: str) -> tuple[FwpLanguageModel | FwpTransformerModel, 
     return model.float().eval(), task
 
 
-def most_tokens(model: FwpLanguageModel | FwpTransformerModel) -> int | None:
+def most_tokens(model: "FwpLanguageModel | FwpTransformerModel") -> int | None:
     """Return how many tokens a text may have, None if it has no end: learned positions are rows of a table."""
+    from fairseq.modules import LearnedPositionalEmbedding
+
+    from fairseq_fwp.modules.positions import LearnedPositions
+
     positions = model.decoder.embed_positions
     if isinstance(positions, LearnedPositionalEmbedding):  # of a translation
         return int(positions.max_positions)
@@ -122,10 +134,15 @@ def most_tokens(model: FwpLanguageModel | FwpTransformerModel) -> int | None:
 
 
 def compare(
-    model: FwpLanguageModel | FwpTransformerModel, folder: Path, entries: list[Entry], memory: list[Entry], many: bool
+    model: "FwpLanguageModel | FwpTransformerModel",
+    folder: Path,
+    entries: "list[Entry]",
+    memory: "list[Entry]",
+    many: bool,
 ) -> float:
     """Return the greatest difference of log-probabilities, over calls that continue from each other's states."""
     import onnxruntime
+    import torch
 
     draw = torch.Generator().manual_seed(1)
     words, memories = len(model.decoder.dictionary), {}
@@ -145,13 +162,17 @@ def compare(
 
 
 def read_pieces(
-    folder: Path, entries: list[Entry], pieces: Sequence[Tensor], memory: dict[str, np.ndarray] | None = None
-) -> Tensor:
+    folder: Path,
+    entries: "list[Entry]",
+    pieces: "Sequence[Tensor]",
+    memory: "dict[str, np.ndarray] | None" = None,
+) -> "Tensor":
     """Return the log-probabilities (B, L, V) of the graph in a folder, for pieces (B, ...) of L tokens in all.
 
     memory: of a translation's source.
     """
     import onnxruntime
+    import torch
 
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     rows = len(pieces[0])
@@ -182,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
     add = command.add_argument
     add("data", help="folder that fairseq-preprocess has written, with the dictionaries of the training")
     add("--path", required=True, help="the checkpoint of a language model or of a translation model")
-    add("--out", required=True, type=loading.output_folder, metavar="FOLDER", help="new folder for the graph")
+    add("--out", required=True, type=output_folder, metavar="FOLDER", help="new folder for the graph")
     add("--bpe-codes", type=Path, metavar="FILE", help="codes of subword-nmt, for the folder")
     add("--quantize", choices=["int8"], help="store matrices in 8 bits")
     return command

@@ -14,15 +14,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from fairseq_fwp.cli import one_sentence
-from fairseq_fwp.patches.training import system_reason
+
+MISSING = 'the package {} must be installed: pip install ".[harness]"'
 
 try:
     from lm_eval.__main__ import cli_evaluate
-    from lm_eval.loggers import evaluation_tracker
-
-    from fairseq_fwp.interop.harness import Harness
 except ImportError as missing:
-    sys.exit(f'fwp-harness: the package {missing.name} must be installed: pip install ".[harness]"')
+    sys.exit(f"fwp-harness: {MISSING.format(missing.name)}")
 
 
 class SavingLog(logging.LoggerAdapter):
@@ -38,6 +36,10 @@ class SavingLog(logging.LoggerAdapter):
 @contextlib.contextmanager
 def nothing_unsaved() -> Iterator[None]:
     """Raise OSError after results that were not saved: the harness itself only warns, and its status is 0."""
+    from lm_eval.loggers import evaluation_tracker
+
+    from fairseq_fwp.patches.training import system_reason
+
     log = evaluation_tracker.eval_logger
     evaluation_tracker.eval_logger = saving = SavingLog(log, {})
     try:
@@ -51,7 +53,14 @@ def nothing_unsaved() -> Iterator[None]:
 
 
 def main() -> None:
+    if {"-h", "--help"} & {*sys.argv}:  # of the harness itself, without the model
+        cli_evaluate()
+        return
     with one_sentence("fwp-harness"):
+        try:
+            from fairseq_fwp.interop.harness import Harness
+        except ImportError as missing:
+            raise ValueError(MISSING.format(missing.name)) from missing
         try:
             with nothing_unsaved():
                 cli_evaluate()

@@ -7,21 +7,12 @@ import platform
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import yaml
-from fairseq.models import ARCH_MODEL_INV_REGISTRY, MODEL_DATACLASS_REGISTRY
-
-import fairseq_fwp
 from fairseq_fwp.cli import make_parser, one_sentence
-from fairseq_fwp.cli.flags import MODELS, first_line, flags_of, page
-from fairseq_fwp.cli.loading import import_plugin
-from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels, self_check
-from fairseq_fwp.models.attentions import ATTENTIONS
-from fairseq_fwp.models.presets import PRESETS_OF_MODELS
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.update_rules import UPDATE_RULES, find_rule
-from fairseq_fwp.options import Settings, word
+
+if TYPE_CHECKING:
+    from fairseq_fwp.options import Settings
 
 PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
 TESTED_TORCH = (2, 15)  # the newest; docs/fairseq_on_current_python.md has the table
@@ -43,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print the report, or what --flags or --hydra ask for. Exit status 2 for an unknown architecture."""
     command = parser()
     args = command.parse_args(argv)
+    from fairseq_fwp.cli.loading import import_plugin
+
     try:
         import_plugin(args.user_dir)
         text = select(args)
@@ -55,6 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def select(args: argparse.Namespace) -> str:
     """Return what is asked for. Raises ValueError for an unknown architecture."""
+    from fairseq.models import ARCH_MODEL_INV_REGISTRY
+
+    from fairseq_fwp.cli.flags import MODELS, flags_of, page
+
     if args.hydra:
         return hydra_yaml(args.hydra)
     if not args.flags:
@@ -68,6 +65,14 @@ def select(args: argparse.Namespace) -> str:
 
 def report(build: bool) -> str:
     """Versions, devices, kernels and tables as text."""
+    import torch
+
+    from fairseq_fwp.cli.flags import first_line
+    from fairseq_fwp.models.attentions import ATTENTIONS
+    from fairseq_fwp.models.presets import PRESETS_OF_MODELS
+    from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+    from fairseq_fwp.modules.update_rules import UPDATE_RULES, find_rule
+
     devices = [f"cpu: {platform.machine()}, threads: {torch.get_num_threads()}"]
     for index in range(torch.cuda.device_count()):
         devices.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}")
@@ -91,6 +96,8 @@ def report(build: bool) -> str:
 
 def versions() -> list[str]:
     """One line for Python and for each installed package that matters."""
+    import torch
+
     lines = [f"{'python':14} {platform.python_version()}"]
     for name in PACKAGES:
         try:
@@ -105,6 +112,8 @@ def versions() -> list[str]:
 
 def kernels(build: bool) -> list[str]:
     """Say for each device whether its kernels are built, else why not, and which rules must not use them."""
+    from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels, self_check
+
     for device in DEVICES if build else ():
         if load_kernels(device).built and device in self_check.CHECKED:
             self_check.find_faults(device)
@@ -121,6 +130,13 @@ def kernels(build: bool) -> list[str]:
 
 def hydra_yaml(arch: str) -> str:
     """A preset for fairseq-hydra-train, which knows no architectures. Raises ValueError for one without a dataclass."""
+    import yaml
+    from fairseq.models import MODEL_DATACLASS_REGISTRY
+
+    import fairseq_fwp
+    from fairseq_fwp.models.presets import PRESETS_OF_MODELS
+    from fairseq_fwp.options import word
+
     configurable = [name for name in PRESETS_OF_MODELS if name in MODEL_DATACLASS_REGISTRY]
     models = {preset: name for name in configurable for preset in PRESETS_OF_MODELS[name]}
     if arch not in models:

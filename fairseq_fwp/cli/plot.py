@@ -18,14 +18,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from fairseq_fwp.cli import make_parser, one_sentence, write_whole
-from fairseq_fwp.cli.gain import draw_gain
-from fairseq_fwp.cli.loading import positive
+from fairseq_fwp.cli.arguments import positive
 from fairseq_fwp.cli.logs import Run, find_log, read_log
 from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, check_path, colours, load_pyplot, save, use_log_scale
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 
 # Quantities that can be drawn: the name in the logs, and in words.
 METRICS = {
@@ -86,6 +82,10 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
 
 def draw_dpfp(path: Path) -> None:
     """Draw DPFP (nu = 1) from two dimensions to four, with r(a) = max(a, 0): Figure 1 of Schlag et al. 2021."""
+    import torch
+
+    from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+
     side = torch.linspace(-1, 1, POINTS)
     first, second = torch.meshgrid(side, side, indexing="ij")
     features = FEATURE_MAPS["dpfp"](2, nu=1)(torch.stack([first, second], dim=-1))
@@ -139,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"wrote {out}")
             return
         if args.gain:
+            from fairseq_fwp.cli.gain import draw_gain
+
             base, model = args.gain
             draw_gain(base, model, args.dictionary, args.block, out)
             print(f"wrote {out} and {out.with_suffix('.csv').name}")

@@ -20,7 +20,7 @@ from support.refusals import refused
 from support.small_models import make_dictionary
 from support.small_text import preprocess, train_model, write_lines, write_split
 
-from fairseq_fwp.cli import eval_lm
+from fairseq_fwp.cli import eval_lm, loading
 from fairseq_fwp.patches.messages import silence_known_warnings
 
 SIZE = 32  # of the blocks of the checkpoint's training
@@ -68,9 +68,9 @@ def test_the_text_begins_with_the_token_of_the_training(of_task, first):
 
     with pytest.MonkeyPatch.context() as patch:
         task = SimpleNamespace(source_dictionary=dictionary)
-        patch.setattr(eval_lm, "read", lambda path: SimpleNamespace(cfg=cfg))
-        patch.setattr(eval_lm.loading, "load_model", lambda *given: (model, task))
-        patch.setattr(eval_lm, "load_text", load_text)
+        patch.setattr("fairseq_fwp.pretrained.read", lambda path: SimpleNamespace(cfg=cfg))
+        patch.setattr(loading, "load_model", lambda *given: (model, task))
+        patch.setattr(loading, "load_text", load_text)
         with pytest.raises(ValueError, match="that is all"):
             eval_lm.run(eval_lm.parser().parse_args(["data", "--path", "x"]))
     assert read == [first]

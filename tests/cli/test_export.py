@@ -32,7 +32,7 @@ from support.small_models import (
 )
 from support.small_text import prepare_random_text, preprocess, train_model
 
-from fairseq_fwp.cli import eval_lm, export
+from fairseq_fwp.cli import eval_lm, export, loading
 from fairseq_fwp.convert import checkpoint, conversion
 from fairseq_fwp.export.onnx import to_onnx, translation_to_onnx
 
@@ -383,7 +383,7 @@ def test_refusals(folder, tmp_path, monkeypatch):
     model, task = build_model("softmax_lm_wt103"), Namespace(target_dictionary=make_dictionary(50))
     model.decoder.layers[0].fc1.forward = lambda x: x * float(x.sum())
     with monkeypatch.context() as change:
-        change.setattr(export.loading, "load_model", lambda *_: (model, task))
+        change.setattr(loading, "load_model", lambda *_: (model, task))
         says = "a part without a form"
         refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says=says)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)

@@ -1,5 +1,6 @@
 import re
 
+import torch
 import yaml
 from support.pairwise import looped
 from support.refusals import refused
@@ -29,7 +30,7 @@ def test_the_report_names_everything(capsys):
 def test_a_newer_torch_than_the_tested_one_is_named(monkeypatch):
     lines = []
     for version in ("2.9.1", "2.15.1+cu130", "2.16.0a0+git1", "3.0.0"):
-        monkeypatch.setattr(info.torch, "__version__", version)
+        monkeypatch.setattr(torch, "__version__", version)
         lines.append(info.versions()[-1])
     assert not [line for line in lines[:2] if "tested" in line]
     assert lines[2] == "torch 2.16 is newer than 2.15, the newest that was tested" and "torch 3.0 " in lines[3]

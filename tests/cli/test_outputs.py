@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.pairwise import looped
 
-from fairseq_fwp.cli import loading, plot, write_whole
+from fairseq_fwp.cli import arguments, plot, write_whole
 from fairseq_fwp.cli.logs import Run
 from fairseq_fwp.convert.checkpoint import new_folder
 
@@ -75,9 +75,9 @@ def test_a_folder_on_a_full_disk_is_not_there(tmp_path):
 
 def test_a_place_without_permission_is_refused_at_once(tmp_path, monkeypatch):
     """Where root may write, a read-only disk is such a place."""
-    assert loading.output_file(str(tmp_path / "file")) == tmp_path / "file"
+    assert arguments.output_file(str(tmp_path / "file")) == tmp_path / "file"
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    for kind in (loading.output_file, loading.output_folder):
+    for kind in (arguments.output_file, arguments.output_folder):
         with pytest.raises(argparse.ArgumentTypeError, match=r"must be where this user can write, got .*/new"):
             kind(str(tmp_path / "new"))
 
