@@ -1,6 +1,7 @@
 """How operators of PyTorch are defined here."""
 
 from collections.abc import Callable
+from functools import update_wrapper
 
 import torch
 from torch._ops import OpOverload
@@ -16,6 +17,7 @@ def define(name: str, schema: str) -> Callable[[Callable[..., object]], OpOverlo
         torch.library.define(f"fwp::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(f"fwp::{name}", "default", function)
         operator: OpOverload = getattr(torch.ops.fwp, name).default
+        update_wrapper(operator, function, assigned=("__doc__",), updated=())
         return operator
 
     return add

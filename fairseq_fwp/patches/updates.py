@@ -55,7 +55,7 @@ def _step_of_group(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) 
             if not state:
                 state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             state["step"] += 1
-            by_count[state["step"]].append(p)
+            by_count[int(state["step"])].append(p)
     beta1, beta2 = group["betas"]
     for count, parameters in by_count.items():
         if group["weight_decay"]:  # apart: the operator rounds 1 - decay * rate first, which changes small decays

@@ -1,5 +1,7 @@
 """The short convolution: its definition by a loop, gradients, operators, threads."""
 
+import inspect
+
 import pytest
 import torch
 from support.pairwise import looped
@@ -38,7 +40,7 @@ def backend(request, monkeypatch):
     if request.param == "kernel":
         return causal_conv1d
     monkeypatch.setattr(convolution, "kernel_ready", lambda device: False)
-    forward, backward = (op._init_fn for op in (convolution._forward, convolution._backward))
+    forward, backward = map(inspect.unwrap, (convolution._forward, convolution._backward))
 
     class Function(torch.autograd.Function):
         @staticmethod

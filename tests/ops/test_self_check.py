@@ -234,8 +234,8 @@ def test_a_trace_takes_the_reference_too(library, wrong):
 
 
 def test_info_names_what_is_not_used(library, wrong, monkeypatch):
-    monkeypatch.setattr(info, "kernel_status", lambda: {"cpu": ops.KernelStatus(True, str(library))})
-    monkeypatch.setattr(info, "load_kernels", lambda device: ops.KernelStatus(device == "cpu"))
+    monkeypatch.setattr("fairseq_fwp.kernels.kernel_status", lambda: {"cpu": ops.KernelStatus(True, str(library))})
+    monkeypatch.setattr("fairseq_fwp.kernels.load_kernels", lambda device: ops.KernelStatus(device == "cpu"))
     assert info.kernels(build=False) == [f"cpu: built, {library}"]
     _, checked, not_used = info.kernels(build=True)
     assert checked == "cpu: checked on cpu, and not used for some rules"
