@@ -8,6 +8,7 @@ import pytest
 
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.evaluation.dynamic import KINDS
+from fairseq_fwp.tasks.lines import STARTS
 
 COMPILER = ("torch._dynamo", "torch._inductor", "sympy")
 COMMANDS = {
@@ -63,8 +64,8 @@ def test_help_imports_only_what_it_prints(command):
 
 
 def test_choices_that_help_repeats_are_those_of_the_library():
-    (action,) = (action for action in eval_lm.parser()._actions if action.dest == "dynamic")
-    assert action.choices == list(KINDS)
+    choices = {action.dest: action.choices for action in eval_lm.parser()._actions}
+    assert choices["dynamic"] == list(KINDS) and choices["line_start"] == list(STARTS)
 
 
 RARE = """
