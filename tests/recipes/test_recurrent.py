@@ -112,7 +112,10 @@ def test_refusals(start, capsys, words, says):
     assert says in f"{stopped.value}{capsys.readouterr().err}"
 
 
-@looped("config, says", [(None, "which has no config.json"), ('{"model_type": "t5"}', "must be one of gpt2, llama, .*'t5'")])
+@looped(
+    "config, says",
+    [(None, "which has no config.json"), ('{"model_type": "t5"}', "must be one of gpt2, llama, .*'t5'")],
+)
 def test_models_that_are_refused(tmp_path, config, says):
     if config:
         (tmp_path / "config.json").write_text(config)
