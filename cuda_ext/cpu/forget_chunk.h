@@ -39,7 +39,7 @@ class ForgetChunk {
   static_assert(!kValuesFade || !kRetrieves);
 
   ForgetChunk(int64_t keys, int64_t values, A* scratch) : keys_(keys), values_(values) {
-    for (Tokens<A>* x : {&state_, &d_state_}) *x = take(scratch, round_up(keys, kLanes<A>), values);
+    for (Tokens<A>* x : {&state_, &d_state_}) *x = take(scratch, state_rows(keys), values);
     state_of_value_ = take(scratch, round_up(values, kLanes<A>), keys);
     for (Tokens<A>* x : {&own_query_, &own_reader_, &own_fade_, &seen_query_, &seen_reader_, &own_d_query_,
                          &own_d_reader_, &own_d_fade_, &d_seen_query_, &d_seen_reader_})
@@ -67,7 +67,7 @@ class ForgetChunk {
 
   static int64_t scratch_size(int64_t keys, int64_t values) {
     const int64_t of_key = padded<A>(keys), of_value = padded<A>(values), of_pair = padded<A>(kChunkTokens);
-    return 2 * round_up(keys, kLanes<A>) * of_value + round_up(values, kLanes<A>) * of_key + of_key + 2 * of_value +
+    return 2 * state_rows(keys) * of_value + round_up(values, kLanes<A>) * of_key + of_key + 2 * of_value +
            kChunkTokens * ((11 + 4 * kWriters) * of_key + (10 + 2 * kWriters) * of_value + 4 * kWriters * of_pair + kFaded);
   }
 
@@ -145,7 +145,7 @@ class ForgetChunk {
     Tokens<A> d_key, own_d_key, d_last, d_value, d_with_query, d_with_reader;
   };
   static constexpr int kWriters = kRemoves ? 2 : 1;
-  // The next chunk's tokens, which come a line at a time while states change. Without it passes over tokens outside of
+  // The next chunk's tokens, which come a panel at a time while states change. Without it passes over tokens outside of
   // the second-level cache took a fifth longer.
   struct Next {
     static constexpr int kKinds = 14;
@@ -156,10 +156,12 @@ class ForgetChunk {
     void add(Tokens<const A> x, int64_t first, int64_t n) {
       if (x.data && first >= 0) tokens[kinds] = from_row(x, first), columns[kinds++] = n;
     }
+    // The lines of a panel of columns of token t.
     FWP_INLINE void fetch(int64_t t, int64_t column) const {
       if (t < kChunkTokens)
         for (int n = 0; n < kinds; ++n)
-          if (column < columns[n]) __builtin_prefetch(tokens[n][t] + column);
+          FWP_UNROLL for (int64_t j = 0; j < kPanel * kLanes<A>; j += Tokens<A>::kLine)
+            if (column + j < columns[n]) __builtin_prefetch(tokens[n][t] + column + j);
     }
   };
   // Vectors of columns that are processed together if two kinds of sums need registers.
@@ -187,6 +189,7 @@ class ForgetChunk {
   Next next_;
   A* faded_;                                        // X_ts of four s and a few columns, for every t
 
+  static int64_t state_rows(int64_t keys) { return round_up(keys, std::max(kLanes<A>, kTileRows)); }
   void clear(Tokens<A> x, int64_t rows) const { std::memset(x.data, 0, rows * x.stride * sizeof(A)); }
 
   void copy_in(Matrix<const A> from, Tokens<A> to) const {
@@ -496,20 +499,8 @@ class ForgetChunk {
     });
   }
 
-  // product[t] = x_t W for the tokens of the chunk and any matrix W.
-  void multiply(Tokens<const A> x, Tokens<A> w, int64_t rows, int64_t columns, Tokens<A> product) const {
-    for_columns<kPanel>(columns, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
-      for (int64_t t = 0; t < rows_; t += kTileRows) {
-        Tile<A, decltype(vectors)::value> sum;
-        sum.clear();
-        sum.add_in_parts(rows, constant(w, j),
-                         [&](int64_t i, int r) __attribute__((always_inline)) { return x[t + r][i]; });
-        sum.store_to(from_row(product, t).from(j), kTileRows, decltype(vectors)::value * kLanes<A>);
-      }
-    });
-  }
   void read_state(Tokens<A> key, bool empty, Tokens<A> read) const {
-    empty ? clear(read, rows_) : multiply(constant(key), state_, keys_, values_, read);
+    empty ? clear(read, rows_) : multiply_matrices<A>(constant(key), rows_, constant(state_), keys_, values_, read);
   }
 
   // Turn values into sequential writes. Each depends on what the writes before it have left under the token's key.
@@ -563,11 +554,13 @@ class ForgetChunk {
     }
     Tokens<const A> removed;
     if constexpr (kRemoves) removed = input(retrieved, first, values_, own_error_);
-    for (int64_t t = 0; t < rows_; ++t)
+    for (int64_t t = 0; t < rows_; ++t) {
+      const A rate = rate_at(in, first, t);
       for (int64_t j = 0; j < values_; j += kLanes<A>) {
-        store(writer_[0].value[t] + j, load(error_[t] + j) * rate_at(in, first, t));
+        store(writer_[0].value[t] + j, load(error_[t] + j) * rate);
         if constexpr (kRemoves) store(writer_[1].value[t] + j, -load(removed[t] + j));
       }
+    }
   }
 
   // Values that decay: V_Cs and Z_C. The forward pass also needs out_t; the backward pass, which has d_out, the products
@@ -636,34 +629,28 @@ class ForgetChunk {
 
   // W = F_C^T * W + the sum of writes.
   void advance_state(bool empty) const {
-    change_rows(empty, state_, [&](auto& row, int64_t i, int64_t j) __attribute__((always_inline)) {
-      for (int64_t s = 0; s < rows_; ++s)
-        for (const Writer& w : writer_)
-          row.add(s, s + 1, constant(w.value, j),
-                  [&](int64_t, int r) __attribute__((always_inline)) { return w.last[s][i + r]; });
-    });
+    std::array<Factors<A>, kWriters> writes;
+    for (int n = 0; n < kWriters; ++n) writes[n] = {constant(writer_[n].last), constant(writer_[n].value)};
+    change_rows(empty, writes, state_);
   }
 
-  // W = F_C^T * W + what add(tile, row, column) adds up. The sum starts at zero, with the terms that have decayed most: its
-  // rounding errors are then as small as the reference's.
-  template <typename F>
-  FWP_INLINE void change_rows(bool empty, Tokens<A> state, F add) const {
-    for_columns<kPanel>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+  // W = F_C^T * W + the sum of outer products. The sum starts at zero, with the terms that have decayed most: its rounding
+  // errors are then as small as the reference's.
+  template <size_t kFactors>
+  void change_rows(bool empty, const std::array<Factors<A>, kFactors>& factors, Tokens<A> state) const {
+    const int64_t rows = round_up(keys_, kTileRows);
+    for_columns<kPanel>(values_, [&](int64_t j, auto vectors) {
       constexpr int NV = decltype(vectors)::value;
-      for (int64_t i = 0; i < keys_; i += kTileRows) {
-        next_.fetch(i / kTileRows, j);
-        Tile<A, NV> row;
-        row.clear();
-        add(row, i, j);
-        FWP_UNROLL for (int r = 0; !empty && r < kTileRows; ++r) {
-          Group<A, NV> before;
-          before.load_from(state[i + r] + j, NV * kLanes<A>);
-          if constexpr (kValuesFade)
-            FWP_UNROLL for (int n = 0; n < NV; ++n) before.x[n] *= load(total_of_value_[0] + j + n * kLanes<A>);
-          row.row[r].add(total_[0][i + r], before);
-        }
-        row.store_to(from_row(state, i).from(j), kTileRows, NV * kLanes<A>);
-      }
+      std::array<Factors<A>, kFactors> panel = factors;
+      for (Factors<A>& x : panel) x.y = x.y.from(j);
+      const auto run = [&](int64_t i, auto tile) {
+        return change_tiles<decltype(tile)::value, NV, kValuesFade>(
+            panel, rows_, empty ? nullptr : total_[0], total_of_value_[0] + j, i, rows, state.from(j),
+            [this, j](int64_t i) __attribute__((always_inline)) {
+              FWP_UNROLL for (int n = 0; n < decltype(tile)::value; n += kTileRows) next_.fetch((i + n) / kTileRows, j);
+            });
+      };
+      run(run(0, std::integral_constant<int, rows_of_product(NV)>{}), Rows{});
     });
   }
 
@@ -677,15 +664,17 @@ class ForgetChunk {
     writer_[0].d_key = output(to.k, first, keys_, writer_[0].own_d_key);
     if constexpr (kRemoves) writer_[1].d_key = output(to.removal, first, keys_, writer_[1].own_d_key);
     for (Writer& w : writer_)
-      d_empty_ ? clear(w.d_value, rows_) : multiply(constant(w.last), d_state_, keys_, values_, w.d_value);
+      if (d_empty_)
+        clear(w.d_value, rows_);
+      else
+        multiply_matrices<A>(constant(w.last), rows_, constant(d_state_), keys_, values_, w.d_value);
     if constexpr (kValuesFade)
       fade_values<Pass::kBackward>();
     else
       solve_back(in, first);
     for (Writer& w : writer_) {
-      if constexpr (!kValuesFade) multiply_rows(d_read_, w.value, rows_, rows_, values_, w.d_with_query);
-      if constexpr (kRetrieves)
-        multiply_rows(constant(d_found_), w.value, rows_, rows_, values_, w.d_with_reader);
+      if constexpr (!kValuesFade) multiply_tokens(d_read_, w.value, w.d_with_query);
+      if constexpr (kRetrieves) multiply_tokens(constant(d_found_), w.value, w.d_with_reader);
       if (d_empty_)
         clear(w.d_last, rows_);
       else
@@ -714,18 +703,24 @@ class ForgetChunk {
       deliver(own_d_value_, values_, to.v, first);
       deliver(own_d_value_fade_, values_, to.value_decay, first);
     }
-    if (needed)
-      change_rows(d_empty_, d_state_, [&](auto& row, int64_t i, int64_t j) __attribute__((always_inline)) {
-        for (int64_t t = rows_; t-- > 0;) {
-          row.add(t, t + 1, (kValuesFade ? constant(seen_d_read_) : d_read_).from(j),
-                  [&](int64_t, int r) __attribute__((always_inline)) { return seen_query_[t][i + r]; });
-          if constexpr (kRetrieves)
-            row.add(t, t + 1, constant(d_found_, j),
-                    [&](int64_t, int r) __attribute__((always_inline)) { return seen_reader_[t][i + r]; });
-        }
-      });
+    if (needed) {
+      const auto back = [&](Tokens<A> x, Tokens<const A> y) {
+        return Factors<A>{constant(x).reversed(rows_), y.reversed(rows_)};
+      };
+      const Factors<A> reads = back(seen_query_, kValuesFade ? constant(seen_d_read_) : d_read_);
+      if constexpr (kRetrieves)
+        change_rows(d_empty_, std::array{reads, back(seen_reader_, constant(d_found_))}, d_state_);
+      else
+        change_rows(d_empty_, std::array{reads}, d_state_);
+    }
     d_empty_ = false;
     store_gradients(in, first, to);
+  }
+
+  // product[t][s] = x_t . y_s for the tokens s <= t, and some others.
+  void multiply_tokens(Tokens<const A> x, Tokens<A> y, Tokens<A> product) const {
+    for (int64_t t = 0; t < rows_; t += kTileRows)
+      multiply_rows(from_row(x, t), y, kTileRows, t + kTileRows, values_, from_row(product, t));
   }
 
   // The gradients of what tokens read in the state before the chunk, and of F_C and Z_C.
@@ -737,12 +732,22 @@ class ForgetChunk {
       return;
     }
     transpose(state_, keys_, values_, state_of_value_);
-    multiply(kValuesFade ? constant(seen_d_read_) : d_read_, state_of_value_, values_, keys_, d_seen_query_);
-    if constexpr (kRetrieves) multiply(constant(d_found_), state_of_value_, values_, keys_, d_seen_reader_);
+    const Tokens<const A> by_value = constant(state_of_value_);
+    multiply_matrices<A>(kValuesFade ? constant(seen_d_read_) : d_read_, rows_, by_value, values_, keys_, d_seen_query_);
+    if constexpr (kRetrieves) multiply_matrices<A>(constant(d_found_), rows_, by_value, values_, keys_, d_seen_reader_);
     if constexpr (!kValuesFade) {
-      for (int64_t i = 0; i < keys_; ++i) d_total_[0][i] = dot(state_[i], d_state_[i], values_);
+      for (int64_t i = 0; i < keys_; i += kLanes<A>) {
+        Vector<A> sum[kLanes<A>];
+        FWP_UNROLL for (int n = 0; n < kLanes<A>; ++n) {
+          sum[n] = Vector<A>{};
+          for (int64_t j = 0; j < values_; j += kLanes<A>)
+            sum[n] += load_part(state_[i + n] + j, values_ - j) * load_part(d_state_[i + n] + j, values_ - j);
+        }
+        sum_lanes_of_each<A>(sum);
+        store(d_total_[0] + i, sum[0]);
+      }
     } else {
-      multiply(constant(seen_query_), state_, keys_, values_, read_);
+      multiply_matrices<A>(constant(seen_query_), rows_, constant(state_), keys_, values_, read_);
       clear(d_total_of_value_, 1);
       for (int64_t i = 0; i < keys_; ++i) {
         Vector<A> sum = {};
@@ -907,9 +912,10 @@ class ForgetChunk {
         }
       if (to.head_decay.data) to.head_decay[first + t] = sum_of(d_fade_[t], keys_);
       if (to.rate.data) to.rate[first + t] = dot(writer_[0].d_value[t], error_[t], values_);
+      const A rate = rate_at(in, first, t);
       if constexpr (!kValuesFade)
         for (int64_t j = 0; j < values_; j += kLanes<A>)
-          store_part(to.v[first + t] + j, load(writer_[0].d_value[t] + j) * rate_at(in, first, t), values_ - j);
+          store_part(to.v[first + t] + j, load(writer_[0].d_value[t] + j) * rate, values_ - j);
     }
     deliver(own_d_query_, keys_, to.q, first);
     deliver(own_d_fade_, keys_, to.key_decay, first);

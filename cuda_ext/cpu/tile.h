@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <type_traits>
 
 #include "state_block.h"
@@ -127,10 +128,92 @@ void multiply_transposed(Tokens<A> x, Tokens<A> y, int64_t length, int64_t rows,
 // product[t][i] = x_t . y_i, for t < length and the rows i of y; both have `width` columns. The padding is overwritten,
 // too.
 template <typename A>
-void multiply_rows(Tokens<const A> x, Tokens<A> y, int64_t length, int64_t rows, int64_t width, Tokens<A> product) {
+__attribute__((noinline)) void multiply_rows(Tokens<const A> x, Tokens<A> y, int64_t length, int64_t rows, int64_t width,
+                                             Tokens<A> product) {
   for (int64_t i = 0; i < rows; i += kTileVectors)
     for (int64_t t = 0; t < length; t += kTileRows)
       multiply_tile<A>(from_row(x, t), constant(from_row(y, i)), width, product[t] + i, product.stride);
+}
+
+// Rows of a product of `vectors` vectors that are summed up together, in half of the registers.
+constexpr int rows_of_product(int vectors) { return 4 * kTokens / vectors; }
+
+// product[t] = the sum over i < n of x[t][i] y_i, for tiles of R rows from t on and NV vectors of columns, with partial
+// sums like those of RowSums. Returns the first row that is left. Not inlined: in a larger function, GCC 12 kept y_i in
+// memory, which took 1.6 times as long with AVX-512.
+template <int R, int NV, typename A>
+__attribute__((noinline)) int64_t multiply_tiles(Tokens<const A> x, int64_t t, int64_t rows, Tokens<const A> y,
+                                                 int64_t n, Tokens<A> product) {
+  for (; t + R <= rows; t += R)
+    for (int64_t begin = 0; begin < n; begin += kSumRows) {
+      const int64_t end = std::min(n, begin + kSumRows);
+      const A* own = x[t];
+      A* to = product[t];
+      Vector<A> sum[R][NV];
+      FWP_UNROLL for (int r = 0; r < R; ++r) FWP_UNROLL for (int m = 0; m < NV; ++m) sum[r][m] = Vector<A>{};
+      for (int64_t i = begin; i < end; ++i) {
+        Vector<A> other[NV];
+        FWP_UNROLL for (int m = 0; m < NV; ++m) other[m] = in_register<A>(load(y[i] + m * kLanes<A>));
+        FWP_UNROLL for (int r = 0; r < R; ++r)
+          FWP_UNROLL for (int m = 0; m < NV; ++m) sum[r][m] += own[r * x.stride + i] * other[m];
+      }
+      if (begin)
+        FWP_UNROLL for (int r = 0; r < R; ++r)
+          FWP_UNROLL for (int m = 0; m < NV; ++m) sum[r][m] += load(to + r * product.stride + m * kLanes<A>);
+      FWP_UNROLL for (int r = 0; r < R; ++r)
+        FWP_UNROLL for (int m = 0; m < NV; ++m) store(to + r * product.stride + m * kLanes<A>, sum[r][m]);
+    }
+  return t;
+}
+
+// The same for whole vectors of columns and all rows, in multiples of kTileRows.
+template <typename A>
+void multiply_matrices(Tokens<const A> x, int64_t rows, Tokens<const A> y, int64_t n, int64_t columns,
+                       Tokens<A> product) {
+  for_panels<A, 2>(columns, [&](int64_t j, auto vectors) {
+    constexpr int NV = decltype(vectors)::value;
+    const int64_t t = multiply_tiles<rows_of_product(NV), NV, A>(x, 0, rows, y.from(j), n, product.from(j));
+    multiply_tiles<kTileRows, NV, A>(x, t, rows, y.from(j), n, product.from(j));
+  });
+}
+
+// Rows whose outer products x_s^T y_s are summed up.
+template <typename A>
+struct Factors {
+  Tokens<const A> x, y;
+};
+
+// row_i = the sum over s < n of x_s[i] y_s, of several factors in turn, + scale[i] * column_scale * row_i, for tiles of R
+// rows from i on and NV vectors of columns. Without `scale` the sum replaces the row. Calls fetch(i) for each tile. Not
+// inlined, as above.
+template <int R, int NV, bool kColumnScale, size_t kFactors, typename A, typename Fetch>
+__attribute__((noinline)) int64_t change_tiles(const std::array<Factors<A>, kFactors>& factors, int64_t n,
+                                               const A* scale, const A* column_scale, int64_t i, int64_t rows,
+                                               Tokens<A> row, Fetch fetch) {
+  for (; i + R <= rows; i += R) {
+    fetch(i);
+    Vector<A> sum[R][NV];
+    FWP_UNROLL for (int r = 0; r < R; ++r) FWP_UNROLL for (int m = 0; m < NV; ++m) sum[r][m] = Vector<A>{};
+    for (int64_t s = 0; s < n; ++s)
+      FWP_UNROLL for (size_t p = 0; p < kFactors; ++p) {
+        const A *own = factors[p].x[s] + i, *y = factors[p].y[s];
+        Vector<A> other[NV];
+        FWP_UNROLL for (int m = 0; m < NV; ++m) other[m] = in_register<A>(load(y + m * kLanes<A>));
+        FWP_UNROLL for (int r = 0; r < R; ++r)
+          FWP_UNROLL for (int m = 0; m < NV; ++m) sum[r][m] += own[r] * other[m];
+      }
+    A* to = row[i];
+    if (scale)
+      FWP_UNROLL for (int r = 0; r < R; ++r)
+        FWP_UNROLL for (int m = 0; m < NV; ++m) {
+          Vector<A> before = load(to + r * row.stride + m * kLanes<A>);
+          if constexpr (kColumnScale) before *= load(column_scale + m * kLanes<A>);
+          sum[r][m] += scale[i + r] * before;
+        }
+    FWP_UNROLL for (int r = 0; r < R; ++r)
+      FWP_UNROLL for (int m = 0; m < NV; ++m) store(to + r * row.stride + m * kLanes<A>, sum[r][m]);
+  }
+  return i;
 }
 
 // Exchange lane i of x[n] and lane n of x[i], for kLanes vectors. Each step exchanges halves of pairs of vectors.

@@ -194,7 +194,8 @@ void require(double error, double limit, const Kind& kind, const Lengths& n, con
 
 int main() {
   const Lengths sizes[] = {{2, 2, 1, 5, 7},   {1, 2, 33, 17, 35}, {1, 1, 67, 2, 2},  {1, 1, 67, 4, 4}, {1, 1, 67, 8, 8},
-                           {1, 1, 67, 16, 16}, {1, 1, 70, 130, 35}, {1, 1, 40, 256, 64}};
+                           {1, 1, 67, 16, 16}, {1, 1, 70, 130, 35}, {1, 1, 40, 256, 64},
+                           {1, 2, 70, 50, 49}};
   for (const Kind& kind : kKinds)
     for (const Lengths& n : sizes)
       for (const bool state : {false, true}) {
