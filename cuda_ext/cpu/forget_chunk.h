@@ -95,10 +95,13 @@ class ForgetChunk {
         add_reads(output(out, t, values_, read_));
       }
       deliver(read_, values_, out, t);
-      advance_state(empty);
+      const bool keeps = (t + count_) % kKeptEvery == 0;
+      // Copied while it changes: a copy of its own would wait for the lines of new memory.
+      const bool at_once = keeps && whole_panels(values_) && keys_ % kTileRows == 0;
+      advance_state(empty, at_once ? kept : Tokens<A>{});
       empty = false;
-      if ((t + count_) % kKeptEvery) continue;
-      for (int64_t i = 0; i < keys_; ++i) std::memcpy(kept[i], state_[i], values_ * sizeof(A));
+      if (!keeps) continue;
+      if (!at_once) copy_rows(state_, kept);
       kept.data = kept[keys_];
     }
     copy_out(state_, final);
@@ -198,8 +201,12 @@ class ForgetChunk {
     for (int64_t i = 0; i < keys_; ++i)
       for (int64_t j = 0; j < values_; ++j) to[i][j] = from.data[i * from.row_stride + j * from.column_stride];
   }
+  void copy_rows(Tokens<A> from, Tokens<A> to) const {
+    for (int64_t i = 0; i < keys_; ++i) std::memcpy(to[i], from[i], values_ * sizeof(A));
+  }
   void copy_out(Tokens<A> from, Matrix<A> to) const {
     if (!to.data) return;
+    if (to.column_stride == 1) return copy_rows(from, {to.data, to.row_stride});
     for (int64_t i = 0; i < keys_; ++i)
       for (int64_t j = 0; j < values_; ++j) to.data[i * to.row_stride + j * to.column_stride] = from[i][j];
   }
@@ -628,16 +635,17 @@ class ForgetChunk {
   }
 
   // W = F_C^T * W + the sum of writes.
-  void advance_state(bool empty) const {
+  void advance_state(bool empty, Tokens<A> copy = {}) const {
     std::array<Factors<A>, kWriters> writes;
     for (int n = 0; n < kWriters; ++n) writes[n] = {constant(writer_[n].last), constant(writer_[n].value)};
-    change_rows(empty, writes, state_);
+    change_rows(empty, writes, state_, copy);
   }
 
   // W = F_C^T * W + the sum of outer products. The sum starts at zero, with the terms that have decayed most: its rounding
   // errors are then as small as the reference's.
   template <size_t kFactors>
-  void change_rows(bool empty, const std::array<Factors<A>, kFactors>& factors, Tokens<A> state) const {
+  void change_rows(bool empty, const std::array<Factors<A>, kFactors>& factors, Tokens<A> state,
+                   Tokens<A> copy = {}) const {
     const int64_t rows = round_up(keys_, kTileRows);
     for_columns<kPanel>(values_, [&](int64_t j, auto vectors) {
       constexpr int NV = decltype(vectors)::value;
@@ -646,6 +654,7 @@ class ForgetChunk {
       const auto run = [&](int64_t i, auto tile) {
         return change_tiles<decltype(tile)::value, NV, kValuesFade>(
             panel, rows_, empty ? nullptr : total_[0], total_of_value_[0] + j, i, rows, state.from(j),
+            copy.data ? copy.from(j) : copy,
             [this, j](int64_t i) __attribute__((always_inline)) {
               FWP_UNROLL for (int n = 0; n < decltype(tile)::value; n += kTileRows) next_.fetch((i + n) / kTileRows, j);
             });

@@ -184,12 +184,12 @@ struct Factors {
 };
 
 // row_i = the sum over s < n of x_s[i] y_s, of several factors in turn, + scale[i] * column_scale * row_i, for tiles of R
-// rows from i on and NV vectors of columns. Without `scale` the sum replaces the row. Calls fetch(i) for each tile. Not
-// inlined, as above.
+// rows from i on and NV vectors of columns. Without `scale` the sum replaces the row. `copy` may be null. Calls fetch(i)
+// for each tile. Not inlined, as above.
 template <int R, int NV, bool kColumnScale, size_t kFactors, typename A, typename Fetch>
 __attribute__((noinline)) int64_t change_tiles(const std::array<Factors<A>, kFactors>& factors, int64_t n,
                                                const A* scale, const A* column_scale, int64_t i, int64_t rows,
-                                               Tokens<A> row, Fetch fetch) {
+                                               Tokens<A> row, Tokens<A> copy, Fetch fetch) {
   for (; i + R <= rows; i += R) {
     fetch(i);
     Vector<A> sum[R][NV];
@@ -212,6 +212,9 @@ __attribute__((noinline)) int64_t change_tiles(const std::array<Factors<A>, kFac
         }
     FWP_UNROLL for (int r = 0; r < R; ++r)
       FWP_UNROLL for (int m = 0; m < NV; ++m) store(to + r * row.stride + m * kLanes<A>, sum[r][m]);
+    if (copy.data)
+      FWP_UNROLL for (int r = 0; r < R; ++r)
+        FWP_UNROLL for (int m = 0; m < NV; ++m) store(copy[i + r] + m * kLanes<A>, sum[r][m]);
   }
   return i;
 }
