@@ -1,8 +1,8 @@
 """Compare an earlier version with this one: `python before.py FOLDER`, a checkout whose recipes/setup.sh has run.
 
 Measured are the kernels at the shapes of operators.py and at those of today's models or, with `--models`, whole models:
-a training step and decoding token by token. float32, one thread. Each installation runs in a separate process. They
-take turns, so that a slow moment affects both.
+a training step and decoding token by token. float32, CPU time of one thread. Each installation runs in a separate
+process. They take turns, so that a slow moment affects both. Each round has a product of matrices, today's floor.
 """
 
 import argparse
@@ -10,21 +10,27 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import inputs
 import models
 import torch
-from family import HEAD, KEY
+from family import HEAD, KEY, PASSES, PRODUCT, products_in
 from inputs import FORWARD, STEP, TRAINING
 from operators import OURS, SHAPES, STEPS
-from record import HERE, Goal, Record, compare, provenance, publish, say
+from record import HERE, Goal, Record, compare, fastest, provenance, publish, say
 from timing import KEEP, Contender
 
 ROUNDS, SECONDS_A_CALL, BOUND = 9, 0.02, 1.03
 TODAY = {"d = 128": (1, 4, 256, 128, 128), "d = 64": (1, 8, 256, 64, 64)}
-RULES = (*OURS, f"gla, {KEY}", f"gated_delta, {HEAD}", f"gated_delta, {KEY}", "rwkv7")
+RULES = (*OURS, f"gla, {HEAD}", f"gla, {KEY}", f"gated_delta, {HEAD}", f"gated_delta, {KEY}", "rwkv7")
+# Passes over the memory are counted as those of the rules that do not forget. The least shares of a product's rate.
+FORGETTING = {
+    f"{rule}, {decay}": of for rule, of in (("gla", "sum"), ("gated_delta", "delta")) for decay in (HEAD, KEY)
+}
+SHARES = {"d = 128": {FORWARD: 0.7, TRAINING: 0.55}, "d = 64": {FORWARD: 0.55, TRAINING: 0.45}}
 # Models of four layers, by their flags; sequences and tokens of a training step.
 MODELS = {
     "sum": ("sum_lm_wt103", 8, 256),
@@ -104,7 +110,7 @@ def serve(calls):
     print(json.dumps(list(calls)), flush=True)
     for line in sys.stdin:
         which, often = map(int, line.split())
-        print(Contender(list(calls.values())[which]).seconds(often), flush=True)
+        print(Contender(list(calls.values())[which], clock=time.process_time).seconds(often), flush=True)
 
 
 class Installation:
@@ -133,11 +139,27 @@ def measure(record, folder, flags):
     sides = {"before": Installation(folder.resolve(), flags), "now": Installation(HERE.parents[1], flags)}
     names = sides["now"].names
     often = [max(1, round(SECONDS_A_CALL / sides["before"].seconds(i, 1))) for i in range(len(names))]
+    products = {name: Contender(call, clock=time.process_time) for name, call in inputs.products(PRODUCT).items()}
     for i in range(ROUNDS):
         say(f"round {i + 1} of {ROUNDS}")
+        for name, product in products.items():
+            record.add("product", FORWARD, name, [product.seconds(4)])
         for which, (what, where) in enumerate(names):
             for side in list(sides)[:: 1 if i % 2 else -1]:
                 record.add(where, what, side, [sides[side].seconds(which, often[which])])
+
+
+def shares(record):
+    """Return the rows of the shares of a product's rate at today's shapes."""
+    floor = ("product", FORWARD, fastest(record, "product", FORWARD, inputs.products(1)))
+    rows = []
+    for where, shape in TODAY.items():
+        for name, of in (dict(zip(PASSES, PASSES, strict=True)) | FORGETTING).items():
+            for stage, bound in SHARES[where].items():
+                goal = Goal(f"{name}, share of a product's rate, {stage}", where, bound if name in FORGETTING else None)
+                ours = (where, f"{name}, {stage}", "now")
+                rows.append(compare(record, goal, floor, ours, times=products_in(of, shape, stage)))
+    return rows
 
 
 def goals(record):
@@ -161,10 +183,14 @@ def main():
         parser.error("the argument folder must be given: a checkout of the earlier version")
     record = Record()
     record.note("provenance", provenance())
+    torch.set_num_threads(1)
     measure(record, args.folder, ["--models"] if args.models else [])
     commit = subprocess.run(["git", "-C", args.folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    text = f"Time now / time before, {commit.stdout.strip() or 'a version'}; one thread, float32.\n"
-    publish("before_models" if args.models else "before", record, goals(record), text)
+    text = f"Time now / time before, {commit.stdout.strip() or 'a version'}; CPU time of one thread, float32.\n"
+    if args.models:
+        publish("before_models", record, goals(record), text)
+    else:
+        publish("before", record, goals(record) + shares(record), text)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ float32, one thread. The cost of a rule is counted in passes of one multiplicati
 memory, D x D. Forward, sum writes and reads, and delta also retrieves. Backward, sum has five a token, and delta seven.
 """
 
+import math
 from functools import partial
 
 import inputs
@@ -106,17 +107,21 @@ def measure(record):
     measure_steps(record)
 
 
+def products_in(name, shape, stage):
+    """Return how many matrix products have as many multiplications as the passes of a rule."""
+    forward, backward = PASSES[name]
+    return math.prod(shape) * (forward if stage == FORWARD else forward + backward) / PRODUCT**3
+
+
 def goals(record):
     rows = []
     for name, other, times, bound in COSTS:
         what = f"{name} over {other}" + (f" {times} times" if times > 1 else "") + f", {TRAINING}"
         goal = Goal(what, WHERE, bound, at_most=True)
         rows.append(compare(record, goal, (WHERE, TRAINING, name), (WHERE, TRAINING, other), times=1 / times))
-    B, H, L, D = TRAINED
     for stage, bound in SHARES.items():
-        for name, passes in PASSES.items():
-            # That many matrix products have as many multiplications.
-            products = B * H * L * D * D * (passes[0] if stage == FORWARD else sum(passes)) / PRODUCT**3
+        for name in PASSES:
+            products = products_in(name, (*TRAINED, TRAINED[-1]), stage)
             goal = Goal(f"{name}, share of a product's rate, {stage}", WHERE, bound)
             product = fastest(record, WHERE, stage, inputs.products(1))
             rows.append(compare(record, goal, (WHERE, stage, product), (WHERE, stage, name), times=products))
