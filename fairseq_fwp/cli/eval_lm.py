@@ -74,7 +74,7 @@ def summarize(args: Namespace, model: "FairseqLanguageModel", characters: int | 
 def describe(args: Namespace, protocol: "Protocol") -> str:
     """Return the protocol in words."""
     if args.line_start is not None:
-        return BY_LINES[args.line_start] + (f", {protocol.dynamic}" if protocol.dynamic else "")
+        return BY_LINES[args.line_start]
     return str(protocol) + (f", reset after {args.reset_after}" if args.reset_after else "")
 
 
@@ -114,10 +114,11 @@ def read_protocol(args: Namespace, model: "FairseqLanguageModel", task: "Fairseq
     options = {name: value for name, value in options.items() if value is not None}
     rule = DynamicRule(kind=args.dynamic, windows=args.dynamic_statistics, **options) if args.dynamic else None
     if args.line_start is not None:
-        for name in ("stride", "context_window", "carry_state", "reset_after"):
+        for name in ("stride", "context_window", "carry_state", "reset_after", "dynamic"):
             if getattr(args, name) not in (None, False):
-                raise ValueError(f"{flag(name)} must be left out where each line is read by itself (--line-start)")
-        return Protocol(window, 0, False, rule)
+                reason = ": the model would learn from one line only" * (name == "dynamic")
+                raise ValueError(f"{flag(name)} must be left out where each line is read by itself{reason}")
+        return Protocol(window)
     stride = args.stride or 1
     if args.context_window is None and stride > window:
         raise ValueError(f"--stride must be at most {window}, the length of a window, got {stride}")

@@ -64,6 +64,7 @@ NAMES = {
 }
 # Weights (in, out) there and (out, in) here.
 TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
+TABLES = ("wte.weight", "wpe.weight")  # of words and of positions
 # Constants: the causal mask, and the number at masked places.
 MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 
@@ -71,14 +72,21 @@ MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
     tensors, config = read_folder(path, NAME, SIZES)
-    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, {**DEFAULTS, **config}
+    renamed = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    if len(renamed) < len(tensors):
+        twice = next(name for name in renamed if {name, f"transformer.{name}"} <= tensors.keys())
+        raise ValueError(f"the weights must have each name once, got {twice} and transformer.{twice}")
+    for name, tensor in renamed.items():
+        if (TRANSPOSED.fullmatch(name) or name in TABLES) and (tensor.dim() != 2 or not tensor.numel()):
+            raise ValueError(f"{name} must be a matrix, got the shape {tuple(tensor.shape)}")
+    return renamed, {**DEFAULTS, **config}
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     for name, (value, reason) in EXPECTED.items():
         if options.get(name, value) != value:
             raise ValueError(f"{CONFIG} has {name} = {options[name]!r}, which cannot be converted: {reason}")
-    if (activation := options.get("activation_function")) not in ACTIVATIONS:
+    if (activation := options.get("activation_function")) not in [*ACTIVATIONS]:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"activation_function in {CONFIG} must be one of {known}, got {activation!r}")
     rest = Tensors(

@@ -92,9 +92,11 @@ def given_words(checkpoint: Path, vocabulary: Path | None) -> list[str]:
     if vocabulary is None:
         raise ValueError(f"--vocabulary must be given: {checkpoint} does not hold its words")
     try:
-        lines = vocabulary.read_bytes().decode("utf-8").rstrip().split("\n")
+        lines = vocabulary.read_bytes().decode("utf-8-sig").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the vocabulary {vocabulary} cannot be read: {error}") from error
+    if any("\0" in line for line in lines):
+        raise ValueError(f"the vocabulary {vocabulary} must be text in UTF-8, got another encoding")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             raise ValueError(f"line {number} of the vocabulary {vocabulary} must hold a word, got an empty line")

@@ -28,7 +28,7 @@ def fuse_adam(step, self, closure=None):
     gradients and amsgrad are left to fairseq.
     """
     parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-    if any(group.get("amsgrad") for group in self.param_groups) or not all(
+    if any(group.get("amsgrad") or group["betas"][1] >= 1 for group in self.param_groups) or not all(
         _can_be_fused(p, p.grad, *filter(torch.is_tensor, self.state[p].values())) for p in parameters
     ):
         return step(self, closure)
@@ -40,9 +40,13 @@ def fuse_adam(step, self, closure=None):
 
 
 def _can_be_fused(*tensors: Tensor) -> bool:
-    """Return whether the operator takes a parameter, its gradient and its moments: it does not read their strides."""
+    """Return whether the operator takes a parameter, its gradient and its moments: it reads no strides or shapes."""
     return all(
-        x.device.type == "cpu" and x.dtype == torch.float32 and x.layout == torch.strided and x.is_contiguous()
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.layout == torch.strided
+        and x.is_contiguous()
+        and x.shape == tensors[0].shape
         for x in tensors
     )
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from fairseq_fwp.checks import check
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.options import Settings, word
 from fairseq_fwp.patches.checkpoints import KEY, take_fingerprints
@@ -51,8 +52,9 @@ def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:
 
 def line_start(settings: Settings) -> str | None:
     """Return what the model reads first in each line, as in tasks/lines.py; None if its text was a stream."""
-    start = settings.get("line_start")
-    return None if start is None else str(word(start))
+    start = word(settings.get("line_start"))
+    check(start in (None, "end", "word"), f"line_start in the settings must be end or word, got {start!r}")
+    return None if start is None else str(start)
 
 
 def build(weights: dict[str, Tensor], settings: Settings, words: list[str]) -> LanguageModel:

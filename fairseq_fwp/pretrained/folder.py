@@ -79,9 +79,14 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
             code = "tensors only, got other objects, which could run any code"
             raise ValueError(f"{path} must hold {code}: ask its author for {WEIGHTS}") from error
         raise ValueError(f"{path} must be a complete file of torch.save, got a truncated or different file") from error
-    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(name, str) and is_stored(x) for name, x in loaded.items()):
         raise ValueError(f"{path} must hold a tensor for every name, got other objects")
     return loaded
+
+
+def is_stored(x: object) -> bool:
+    """Return whether an object is a tensor with a number for every place."""
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
 
 
 def read_config(path: Path, name: str, sizes: Sequence[str]) -> Settings:

@@ -11,6 +11,7 @@ import torch
 from fairseq import utils
 from fairseq.data import FairseqDataset, data_utils
 from fairseq.data.indexed_dataset import get_available_dataset_impl
+from fairseq.data.iterators import EpochBatchIterator
 from fairseq.data.monolingual_dataset import collate
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import FairseqLanguageModel
@@ -143,6 +144,13 @@ class FwpLinesTask(LanguageModelingTask):
         )
         self.datasets[split] = lines
 
+    def eval_lm_dataloader(
+        self, dataset: FairseqDataset, *args: object, context_window: int = 0, **kwargs: object
+    ) -> EpochBatchIterator:
+        """Return fairseq's batches. Raises ValueError for a context window, which would be words of other lines."""
+        check(not context_window, f"--context-window must be 0 with the task {LINES}, got {context_window}")
+        return super().eval_lm_dataloader(dataset, *args, **kwargs)
+
     def inference_step(
         self,
         generator: SequenceGenerator,
@@ -154,9 +162,9 @@ class FwpLinesTask(LanguageModelingTask):
         """Continue the beginning of a line. Raises ValueError for an empty one, if the model begins with a word."""
         if self.first_token is None:
             prompts, lengths = (sample["net_input"][name] for name in ("src_tokens", "src_lengths"))
-            check(bool((lengths > 1).all()), "a line must begin with a word, got none: the model cannot begin a line")
-            # fairseq puts </s> in front.
-            sample = {**sample, "net_input": {"src_tokens": prompts[:, 1:], "src_lengths": lengths - 1}}
+            if prompts[:, 0].eq(self.dictionary.eos()).all():  # fairseq puts </s> in front of prompts, not of lines
+                check(bool((lengths > 1).all()), "a line must begin with a word, got none: the model cannot begin one")
+                sample = {**sample, "net_input": {"src_tokens": prompts[:, 1:], "src_lengths": lengths - 1}}
             generator = _FromFirstWord(generator)
         hypotheses: Hypotheses = super().inference_step(generator, models, sample, prefix_tokens, constraints)
         return hypotheses

@@ -109,16 +109,18 @@ def label(flags: list[str]) -> str:
 def refusal(flags: list[str], program: str = "fairseq-train") -> str | None:
     """Return the error of a program for flags that it refuses, without its usage; None if it accepts them.
 
-    The program is fairseq-train, fairseq-generate or fwp-eval-lm.
+    The program is fairseq-train, fairseq-generate, fwp-eval-lm or fwp-linearize.
     """
     from fairseq import options
 
-    from fairseq_fwp.cli import eval_lm
+    from fairseq_fwp.cli import eval_lm, linearize
 
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             if program == "fwp-eval-lm":
                 eval_lm.parser().parse_args(flags)
+            elif program == "fwp-linearize":
+                linearize.read_attention("fwp_lm", command := linearize.parser(), command.parse_args(flags))
             else:
                 training = program == "fairseq-train"
                 parser = options.get_training_parser() if training else options.get_generation_parser()

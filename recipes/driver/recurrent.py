@@ -7,6 +7,7 @@ of the text. The teacher is the adapted model if that is better than the source.
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import ROOT, Parser, Request, request_of, whole_number
-from commands import CommandError, RecipeError, run, write
+from commands import CommandError, RecipeError, check_same, run, write
 from data import tokens
 from data.prepare import SPLITS, Data, find, known_as, preprocess_text, read_lines, remove
 from data.tokens import Tokenizer
 from engine import PLUGIN
 from evaluation import score
-from flags import value_of
+from flags import refusal, value_of
 from language_models import OTHER_FLAGS
 from log import read_json
 from model import Model
@@ -91,6 +92,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def kind_of(model: Path) -> str:
     """Return the source of fwp-convert for a folder. Raises RecipeError for any other path."""
+    if not model.exists():
+        raise RecipeError(f"--model must be the folder of a published model, got {model}, which does not exist.")
     config = model / "config.json"
     try:
         kind = json.loads(config.read_text(encoding="utf-8")).get("model_type")
@@ -98,7 +101,7 @@ def kind_of(model: Path) -> str:
         raise RecipeError(
             f"--source must be given for {model}, which has no config.json: see fwp-convert --help."
         ) from None
-    if kind not in SOURCES:
+    if kind not in [*SOURCES]:
         raise RecipeError(
             f"model_type in {config} must be one of {', '.join(SOURCES)}, got {kind!r}; or give --source."
         )
@@ -147,9 +150,19 @@ class Published(Data):
         return value_of((self.converted / "flags.txt").read_text(encoding="utf-8").split(), name)
 
     def settings(self) -> str:
-        files = [path for split in SPLITS if (path := find(self.text / f"{split}.txt"))]
         form = "lines" if self.by_lines else "stream"
-        return f"{self.kind} {self.model.absolute()} {self.vocabulary} {self.end} {form} {known_as(*files)}"
+        named = f"{self.kind} {self.model.absolute()} {self.vocabulary} {self.end} {form}"
+        files = sorted(self.model.iterdir()) if self.model.is_dir() else [self.model]
+        weights = [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+        return " ".join([named, known_as(*self.files), *weights])
+
+    @property
+    def files(self) -> list[Path]:
+        """The three texts. Raises RecipeError if one is missing."""
+        found = {split: find(self.text / f"{split}.txt") for split in SPLITS}
+        if missing := [split for split, path in found.items() if path is None]:
+            raise RecipeError(f"{self.text / missing[0]}.txt is missing: the folder must have train, valid and test.")
+        return [path for path in found.values() if path]
 
     def prepare(self, before_training: bool) -> None:
         self.convert()
@@ -158,6 +171,11 @@ class Published(Data):
             self.choose_start()
 
     def convert(self) -> None:
+        settings = self.results / "settings.txt"
+        if settings.exists():
+            check_same(settings, self.settings())
+        else:
+            write(settings, self.settings() + "\n")
         if not self.converted.is_dir():
             named = {"--vocabulary": self.vocabulary, "--end": self.end}
             flags: list[object] = [word for flag, value in named.items() if value for word in (flag, value)]
@@ -167,11 +185,8 @@ class Published(Data):
     def write(self, work: Path) -> None:
         """Write the text in tokens of the source. Raises RecipeError if most of them are unknown."""
         (work / "text").mkdir()
-        for split in SPLITS:
-            path = find(self.text / f"{split}.txt")
-            if path is None:
-                raise RecipeError(f"{self.text / split}.txt is missing: the folder must have train, valid and test.")
-            tokens.write(path, work / "text" / f"{split}.txt", self.tokenizer, self.by_lines)
+        for split, path in zip(SPLITS, self.files, strict=True):
+            tokens.write(path, work / "text" / f"{split}.txt", self.tokenizer, self.by_lines, self.end)
         preprocess_text(work / "text", work / "bin", "--srcdict", self.converted / "dict.txt")
         check_known(work / "preprocess.log", self.converted / "dict.txt")
         remove(work / "text" / "train.txt")
@@ -275,6 +290,10 @@ class Stages(ModelStart):
 
     def check(self, model: Model) -> None:
         self.sources = {SOURCE: self.trainings.source.converted}
+        if model.name == ATTENTION and (
+            reason := refusal(["x", "--out", "x", *model.convert.split()], "fwp-linearize")
+        ):
+            raise RecipeError(f"the new attention cannot be: {reason}.")
         super().check(model)
 
     def flags(self, model: Model) -> list[str]:
@@ -311,8 +330,10 @@ class Stages(ModelStart):
         if not plan.exists():
             model.folder.mkdir(parents=True, exist_ok=True)
             count = max(TRIAL, int(60 * self.minutes * SHARES[model.name] * self.rate(model, flags)))
-            write(plan, f"{count}\n")
-        count = int(plan.read_text(encoding="utf-8"))
+            write(plan, f"--minutes {self.minutes} --max-update {count}\n")
+        planned = plan.read_text(encoding="utf-8").split()
+        check_same(plan, shlex.join(["--minutes", str(self.minutes), *planned[2:]]))
+        count = int(planned[-1])
         interval = str(max(1, count // 4))
         return [
             "--max-update", str(count), "--warmup-updates", str(max(1, count // 20)),
@@ -324,7 +345,7 @@ class Stages(ModelStart):
         log = model.folder / "trial.log"
         print(f"{model.label}: a trial of {TRIAL} updates measures their time.", flush=True)
         short = ["--max-update", TRIAL, "--log-interval", TRIAL // 2, "--warmup-updates", 1, "--no-save"]
-        form = ["--disable-validation", "--log-format", "json", "--save-dir", model.folder]
+        form = ["--disable-validation", "--log-format", "json", "--save-dir", model.folder / "trial"]
         run("fairseq-train", self.data, *PLUGIN, *flags, *short, *form, log=log)
         lines = map(read_line, log.read_text(encoding="utf-8", errors="replace").splitlines())
         rates = [numbers["ups"] for about, numbers in lines if about == "inner" and numbers.get("ups")]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -138,6 +139,10 @@ REFUSALS = [
     (ones("h.1.attn.gate", DIM), {}, r"it has also h\.1\.attn\.gate;"),
     (ones("score.weight", 2, DIM), {}, r"has also score\.weight;"),
     (ones("lm_head.weight", WORDS, DIM), {}, "lm_head cannot be converted: .* has two that differ"),
+    (ones("transformer.wte.weight", WORDS, DIM), {}, "must have each name once, got wte.weight and transformer.wte"),
+    (ones("wpe.weight", 0, DIM), {}, r"wpe\.weight must be a matrix, got the shape \(0, 16\)"),
+    (ones("h.0.attn.c_attn.weight", DIM, DIM, 3), {}, r"c_attn\.weight must be a matrix, got the shape \(16, 16, 3\)"),
+    (dict, {"activation_function": []}, r"activation_function in config\.json must be one of gelu, .*, got \[\]"),
     (ones("h.0.ln_1.bias", 3), {}, r"self_attn_layer_norm\.bias must be \(16,\), got \(3,\)"),
     (ones("h.1.attn.c_attn.weight", DIM, 47), {}, r"1\.self_attn\.in_proj\.weight must be \(48, 16\), got \(47,"),
     (ones("h.0.mlp.c_fc.weight", DIM, 64, dtype=torch.int8), {}, r"c_fc\.weight must be floating-point, got .*int8"),
@@ -231,6 +236,8 @@ class Code:
         (b"PK not a file of torch", "must be a complete file of torch.save, got a truncated or different file"),
         ([torch.zeros(3)], "must hold a tensor for every name, got other objects"),
         ({"wte.weight": 3}, "must hold a tensor for every name, got other objects"),
+        ({1: torch.zeros(3)}, "must hold a tensor for every name, got other objects"),
+        ({"wte.weight": torch.eye(3).to_sparse()}, "must hold a tensor for every name, got other objects"),
         (None, "must hold model.safetensors or pytorch_model.bin, whole or in the files of an index, got"),
     ],
 )
@@ -262,6 +269,17 @@ def test_vocabularies_that_are_refused(folder, lines, end, says):
     folder.save(make_tensors())
     (folder.path / "vocab.txt").write_text("\n".join(lines) + "\n")
     folder.refuses(says, "--end", end)
+
+
+def test_encodings_of_vocabularies(folder):
+    """A mark at the start of UTF-8 is not a part of the first word; other encodings are refused."""
+    folder.save(make_tensors())
+    names = "\n".join(NAMES) + "\n"
+    (folder.path / "vocab.txt").write_bytes(names.encode("utf-8-sig"))
+    assert folder.convert()[1].symbols[4] == "[PAD]"
+    shutil.rmtree(folder.out)
+    (folder.path / "vocab.txt").write_bytes(names.encode("utf-16-le"))
+    folder.refuses(r"the vocabulary .*vocab\.txt must be text in UTF-8, got another encoding")
 
 
 def test_a_table_may_have_more_rows_than_the_vocabulary_has_words(folder):

@@ -224,3 +224,13 @@ optimizer.zero_grad()
 def test_optimizers_do_without_the_compiler():
     done = subprocess.run([sys.executable, "-c", OPTIMIZERS], capture_output=True, text=True)
     assert done.stdout == "None []\n" and done.returncode == 0, done.stderr
+
+
+def test_moments_of_another_shape_are_an_error():
+    """The fused operator would read and write beyond them."""
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    adam = Adam([parameter], lr=0.1)
+    parameter.grad = torch.ones(4, 4)
+    adam.state[parameter] = {"step": 1, "exp_avg": torch.zeros(2, 2), "exp_avg_sq": torch.zeros(2, 2)}
+    with pytest.raises(RuntimeError, match="must match"):
+        adam.step()

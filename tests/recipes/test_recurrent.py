@@ -72,6 +72,8 @@ def test_a_trial_decides_the_number_of_updates_once(start, tmp_path, monkeypatch
     for _ in range(2):  # the second time the plan is read
         flags = stages.updates(model, [])
         assert flags[:4] == ["--max-update", "660", "--warmup-updates", "33"]
+    with pytest.raises(RecipeError, match="was made with other settings .*, which differ in --minutes"):
+        start("--minutes", "11").start.updates(model, [])
     assert start("--max-update", "3").start.updates(model, []) == []
 
 
@@ -104,6 +106,8 @@ def test_a_text_of_other_words_is_refused(tmp_path, log, says):
     [
         (["--source", "gpt2", "--minutes", "0"], "--minutes: must be a whole number of at least 1, got '0'"),
         (["evaluate"], "must have a source, got none: run the stage prepare first"),
+        (["--rule", "nonsense"], "the new attention cannot be: "),
+        (["--rule", "softmax"], "the new attention cannot be: "),
     ],
 )
 def test_refusals(start, capsys, words, says):
@@ -132,6 +136,8 @@ def test_pieces_of_a_raw_text(tmp_path, by_lines, expected):
     tokens.write(tmp_path / "x.txt", tmp_path / "out.txt", read, by_lines)
     lines = (tmp_path / "out.txt").read_text().splitlines()
     assert [read.decode([int(number) for number in line.split()]) for line in lines] == expected
+    tokens.write(tmp_path / "x.txt", tmp_path / "out.txt", None, by_lines, end="b")
+    assert (tmp_path / "out.txt").read_text() == "a\nc\n<|endoftext|>\nd\n"
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(RecipeError, match="must have text, got none"):
         tokens.write(tmp_path / "empty.txt", tmp_path / "none.txt", read, by_lines)
@@ -156,3 +162,21 @@ def test_tokenizers_of_folders(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(RecipeError, match="must be a tokenizer of the package tokenizers"):
         tokens.read(tmp_path)
+
+
+def test_a_conversion_is_that_of_its_settings(start, tmp_path, monkeypatch):
+    """Other flags, other weights in the same folder and missing texts are refused before anything is converted."""
+    converted = []
+    monkeypatch.setattr(recurrent, "run", lambda *words: converted.append(words))
+    with pytest.raises(RecipeError, match=r"train\.txt is missing: the folder must have train, valid and test"):
+        start().data.convert()
+    for split in ("train", "valid", "test"):
+        (tmp_path / "text" / f"{split}.txt").write_text("1 2\n")
+    for _ in range(2):
+        start().data.convert()
+    with pytest.raises(RecipeError, match="was made with other settings"):
+        start("--end", "3").data.convert()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
+    with pytest.raises(RecipeError, match="was made with other settings"):
+        start().data.convert()
+    assert len(converted) == 2

@@ -153,7 +153,8 @@ def test_a_model_is_evaluated_as_it_was_trained(trained):
     "flags, says",
     [
         (["--line-start", "word", "--carry-state"], "not allowed with argument"),
-        (["--reset-after", "</s>"], r"--reset-after must be left out where each line is read by itself"),
+        (["--reset-after", "</s>"], "--reset-after must be left out where each line is read by itself$"),
+        (["--dynamic", "sgd", "--dynamic-lr", "1"], "--dynamic must be left out .* would learn from one line only"),
         (["--tokens-per-sample", "3"], r"lines of the text 'test' must have at most 3 tokens .*, got \d+ in line \d+$"),
     ],
 )
@@ -179,6 +180,22 @@ def test_what_it_writes_follows_a_prompt(trained):
         assert (tokens[0, 0] == model.dictionary.eos()) == (start == END)
         following = model.decode(model.generate(tokens, 9 - len(prompt.split()))[0])
         assert text == f"{prompt} {following}".strip()
+
+
+def test_lines_of_a_text_are_generated_whole(trained):
+    """By fairseq-generate, which has no </s> in front of them; fairseq-eval-lm gives lines no words of other lines."""
+    start, folder = trained
+    task = ["--task", "fwp_lines", "--line-start", start, "--path", folder / "checkpoint_last.pt", "--cpu"]
+    task += ["--gen-subset", "test", "--tokens-per-sample", 16]
+    written = run("fairseq-generate", folder, *task, "--beam", 1, "--max-len-b", 15, "--batch-size", 4)
+    lines = [line.split("\t") for line in written.splitlines() if line[:2] in ("S-", "H-")]
+    sources = {line[0][2:]: line[1] for line in lines if line[0][0] == "S" and len(line) > 1}
+    hypotheses = {line[0][2:]: line[2] for line in lines if line[0][0] == "H"}
+    assert len(sources) > 30 and sources.keys() <= hypotheses.keys()
+    if start == WORD:
+        assert all(hypotheses[number].startswith(source) for number, source in sources.items())
+    refusal = run("fairseq-eval-lm", folder, *task, "--context-window", 4, status=1)
+    assert "--context-window must be 0 with the task fwp_lines, got 4" in refusal
 
 
 def test_a_line_without_a_word_cannot_be_continued_from_its_first_word(trained):

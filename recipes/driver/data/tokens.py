@@ -44,13 +44,17 @@ def read_tokenizer(file: Path) -> Tokenizer:
     return Tokenizer(lambda text: loaded.encode(text, add_special_tokens=False).ids, loaded.decode)
 
 
-def write(text: Path, out: Path, tokenizer: Tokenizer | None, by_lines: bool) -> None:
-    """Write a line of tokens for each line of a text, or for each of its documents. Raises RecipeError without text."""
+def write(text: Path, out: Path, tokenizer: Tokenizer | None, by_lines: bool, end: str | None = None) -> None:
+    """Write a line of tokens for each line of a text, or for each of its documents. Raises RecipeError without text.
+
+    end: the token that ends a text, which is left out at the end of a line: fairseq-preprocess puts </s> there.
+    """
     count = 0
     with whole(out) as work:
         with work.open("w", encoding="utf-8", newline="\n") as file:
             for piece in pieces(text, tokenizer, by_lines):
                 tokens = piece.split() if tokenizer is None else [str(number) for number in tokenizer.encode(piece)]
+                tokens = tokens[:-1] if end is not None and tokens[-1:] == [end] else tokens
                 count += len(tokens)
                 file.write(" ".join(tokens) + "\n")
         if not count:
