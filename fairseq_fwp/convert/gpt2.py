@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.convert import folder
+from fairseq_fwp.convert.config import check_expected
 from fairseq_fwp.convert.conversion import Conversion, Options, Source, Tensors
 from fairseq_fwp.convert.vocabulary import arrange
 from fairseq_fwp.modules.attention import SOFTMAX
@@ -83,9 +84,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    for name, (value, reason) in EXPECTED.items():
-        if options.get(name, value) != value:
-            raise ValueError(f"{CONFIG} has {name} = {options[name]!r}, which cannot be converted: {reason}")
+    check_expected(options, EXPECTED)
     if (activation := options.get("activation_function")) not in [*ACTIVATIONS]:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"activation_function in {CONFIG} must be one of {known}, got {activation!r}")

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional, TypeAlias
 
-from fairseq import utils
 from fairseq.criterions import FairseqCriterion
-from fairseq.data import Dictionary, FairseqDataset, data_utils
+from fairseq.data import Dictionary, FairseqDataset
 from fairseq.data.indexed_dataset import get_available_dataset_impl
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -25,7 +24,7 @@ from fairseq_fwp.decoding import Sample, streaming
 from fairseq_fwp.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.streams import StreamIterator, Streams
-from fairseq_fwp.tasks.text import BLANK_LINE, Text, TextBlocks, document_starts
+from fairseq_fwp.tasks.text import BLANK_LINE, Text, TextBlocks, document_starts, read_split
 
 logger = logging.getLogger(__name__)
 
@@ -96,13 +95,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: object) -> None:
         """Load the text of a split in blocks. Raises FileNotFoundError, or ValueError for an empty text."""
-        paths = utils.split_paths(self.args.data)
-        path = os.path.join(paths[(epoch - 1) % len(paths)], split)
-        lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
-        if lines is None:
-            raise FileNotFoundError(
-                f"{path}.bin, the text {split!r}, must exist: write it with fairseq-preprocess --only-source"
-            )
+        _, lines = read_split(self.args, self.dictionary, split, epoch, combine)
         text = Text(lines)
         separator = self.args.reset_state_after
         documents = document_starts(text, self.dictionary, separator) if separator else None

@@ -1,6 +1,5 @@
 """The task `fwp_lines`: each line of a text is a sample by itself, such as a sentence, a molecule or a protein."""
 
-import os
 from argparse import ArgumentTypeError, Namespace
 from copy import copy
 from dataclasses import dataclass
@@ -8,8 +7,7 @@ from typing import Optional, TypeAlias
 
 import numpy as np
 import torch
-from fairseq import utils
-from fairseq.data import FairseqDataset, data_utils
+from fairseq.data import FairseqDataset
 from fairseq.data.indexed_dataset import get_available_dataset_impl
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.data.monolingual_dataset import collate
@@ -24,6 +22,7 @@ from torch import Tensor
 from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Sample
 from fairseq_fwp.options import Settings, option
+from fairseq_fwp.tasks.text import read_split
 
 LINES = "fwp_lines"
 # What a model reads before it predicts: </s>, and then it predicts all words of a line; or the line's first word.
@@ -126,13 +125,7 @@ class FwpLinesTask(LanguageModelingTask):
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: object) -> None:
         """Load the lines of a split. Raises FileNotFoundError, or ValueError for a line too long, or without lines."""
-        paths = utils.split_paths(self.args.data)
-        path = os.path.join(paths[(epoch - 1) % len(paths)], split)
-        text = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
-        if text is None:
-            raise FileNotFoundError(
-                f"{path}.bin, the text {split!r}, must exist: write it with fairseq-preprocess --only-source"
-            )
+        path, text = read_split(self.args, self.dictionary, split, epoch, combine)
         lines = Lines(text, self.first_token, self.dictionary.pad(), self.dictionary.eos())
         check(len(lines), f"{path}.bin must hold a line of words, got none")
         limit = min(self.args.tokens_per_sample, self.args.max_target_positions or self.args.tokens_per_sample)

@@ -1,16 +1,36 @@
 """A text cut into blocks: each token is the target of exactly one block."""
 
+import os
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
 import torch
-from fairseq.data import Dictionary, FairseqDataset
+from fairseq import utils
+from fairseq.data import Dictionary, FairseqDataset, data_utils
 from torch import Tensor
 
 from fairseq_fwp.decoding import Sample
 
 # Documents end with an empty line, as in fairseq's `--sample-break-mode complete_doc`.
 BLANK_LINE = "blank-line"
+
+
+def read_split(
+    args: Namespace, dictionary: Dictionary, split: str, epoch: int, combine: bool
+) -> tuple[str, FairseqDataset]:
+    """Return the path, without its ending, and the lines of a split in an epoch; args: settings of the task.
+
+    Raises FileNotFoundError where there is none.
+    """
+    paths = utils.split_paths(args.data)
+    path = os.path.join(paths[(epoch - 1) % len(paths)], split)
+    lines = data_utils.load_indexed_dataset(path, dictionary, args.dataset_impl, combine=combine)
+    if lines is None:
+        raise FileNotFoundError(
+            f"{path}.bin, the text {split!r}, must exist: write it with fairseq-preprocess --only-source"
+        )
+    return path, lines
 
 
 class Text:

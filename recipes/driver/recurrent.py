@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from arguments import ROOT, Parser, Request, request_of, whole_number
 from commands import CommandError, RecipeError, check_same, run, write
 from data import tokens
-from data.prepare import SPLITS, Data, find, known_as, preprocess_text, read_lines, remove
+from data.prepare import SPLITS, Data, find, known_as, preprocess_text, read_lines, remove, unknown_shares
 from data.tokens import Tokenizer
 from engine import PLUGIN
 from evaluation import score
@@ -213,17 +213,14 @@ class Published(Data):
 
 def check_known(log: Path, dictionary: Path) -> None:
     """Print the share of tokens that a dictionary lacks. Raises RecipeError if they are most of a text."""
-    for line in log.read_text(encoding="utf-8").splitlines():
-        before, found, _ = line.partition("% replaced")
-        share = float(before.split()[-1]) if found else 0.0
-        name = Path(line.split(":")[0].split()[-1]).name if found else ""
+    for file, _, share in unknown_shares(log):
         if share > 50:
             raise RecipeError(
-                f"{name} must be text in tokens of the source, got {share:g} % that {dictionary} lacks: give names of "
-                "tokens between spaces, or a folder with the model's tokenizer.json."
+                f"{file.name} must be text in tokens of the source, got {share:g} % that {dictionary} lacks: give "
+                "names of tokens between spaces, or a folder with the model's tokenizer.json."
             )
         if share:
-            print(f"{name}: {share:g} % of the tokens are not in the vocabulary (<unk>)")
+            print(f"{file.name}: {share:g} % of the tokens are not in the vocabulary (<unk>)")
 
 
 def loss_after_first_word(scores: Path, first_is_scored: bool) -> float:
@@ -300,24 +297,14 @@ class Stages(ModelStart):
         source = self.trainings.source
         self.sources, self.source = {SOURCE: source.converted}, ["--source", "fwp-lm", *source.vocabulary_flags]
         if model.name == ATTENTION:
-            for folder, checkpoint in ((source.results, source.converted / "checkpoint.pt"), self.adapted(model.seed)):
-                score(
-                    checkpoint,
-                    folder / "valid.json",
-                    source.bin,
-                    "valid",
-                    None,
-                    reading(source, self.trainings.request),
-                )
+            measure(source, self.trainings.request, source.converted / "checkpoint.pt", source.results, ["valid"])
+            adapted = self.named(ADAPTED, model.seed).folder
+            measure(source, self.trainings.request, self.checkpoint(ADAPTED, model.seed), adapted, ["valid"])
             model = self.named(model.name, model.seed)
         length = int(source.flag("--tokens-per-sample"))
         flags = [*super().flags(model), "--max-tokens", str(max(TOKENS, length))]
         flags += self.extra  # once more: they override the size of a batch
         return flags + self.updates(model, flags)
-
-    def adapted(self, seed: int | None) -> tuple[Path, Path]:
-        """Return the folder and the checkpoint of the adapted model."""
-        return self.named(ADAPTED, seed).folder, self.checkpoint(ADAPTED, seed)
 
     def teacher(self, model: Model) -> str:
         return self.trainings.softmax(model.seed) if model.name in (ATTENTION, DISTRIBUTION) else ""
@@ -354,9 +341,14 @@ class Stages(ModelStart):
         return rates[-1]
 
 
-def reading(source: Published, request: Request) -> list[object]:
-    """Return the flags of the one protocol of all models: lines as the source reads them best, or blocks."""
-    return [*([] if source.by_lines else ["--context-window", 0]), *request.evaluation_flags]
+def measure(
+    source: Published, request: Request, checkpoint: Path, folder: Path, splits: Sequence[str] = ("valid", "test")
+) -> None:
+    """Score splits, unless they are, by the one protocol of all models: lines as the source reads them, or blocks."""
+    flags = [*([] if source.by_lines else ["--context-window", 0]), *request.evaluation_flags]
+    for split in splits:
+        if not (path := folder / f"{split}.json").exists():
+            score(checkpoint, path, source.bin, split, None, flags)
 
 
 # The evaluation, the table, and what the model writes.
@@ -375,20 +367,14 @@ class Measures(NamedTuple):
             raise RecipeError(f"{self.request.out} must have a source, got none: run the stage prepare first.")
 
     def evaluate(self, model: Model) -> None:
-        self.measure(self.source.converted / "checkpoint.pt", self.source.results)
+        measure(self.source, self.request, self.source.converted / "checkpoint.pt", self.source.results)
         if model.name == ATTENTION:
             folder = model.folder / "converted"
             try:
-                self.measure(folder / "checkpoint.pt", folder, ["test"])
+                measure(self.source, self.request, folder / "checkpoint.pt", folder, ["test"])
             except CommandError:  # a converted model may give probabilities of zero
                 write(folder / "test.json", '{"perplexity": Infinity, "loss": Infinity}\n')
-        self.measure(model.folder / "checkpoint_best.pt", model.folder)
-
-    def measure(self, checkpoint: Path, folder: Path, splits: Sequence[str] = ("valid", "test")) -> None:
-        for split in splits:
-            path, flags = folder / f"{split}.json", reading(self.source, self.request)
-            if not path.exists():
-                score(checkpoint, path, self.source.bin, split, None, flags)
+        measure(self.source, self.request, model.folder / "checkpoint_best.pt", model.folder)
 
 
 class Losses(NamedTuple):

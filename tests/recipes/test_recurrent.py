@@ -72,7 +72,7 @@ def test_a_trial_decides_the_number_of_updates_once(start, tmp_path, monkeypatch
     for _ in range(2):  # the second time the plan is read
         flags = stages.updates(model, [])
         assert flags[:4] == ["--max-update", "660", "--warmup-updates", "33"]
-    with pytest.raises(RecipeError, match="was made with other settings .*, which differ in --minutes"):
+    with pytest.raises(RecipeError, match=r"was made with other settings .*, which differ in --minutes"):
         start("--minutes", "11").start.updates(model, [])
     assert start("--max-update", "3").start.updates(model, []) == []
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 from fairseq import options
+from fairseq.data import data_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import eval_lm as fairseq_eval_lm
 from support.command_server import run
@@ -117,7 +118,7 @@ def test_a_model_is_evaluated_as_it_was_trained(trained):
     task = FwpLinesTask.setup_task(
         Namespace(data=str(folder), tokens_per_sample=16, add_bos_token=False, line_start=start)
     )
-    dataset = fairseq_fwp.tasks.lines.data_utils.load_indexed_dataset(str(folder / "test"), task.dictionary)
+    dataset = data_utils.load_indexed_dataset(str(folder / "test"), task.dictionary)
     arguments = [str(folder), "--path", str(folder / "checkpoint_last.pt"), "--cpu", "--json", str(folder / "j.json")]
     for other in (start, *STARTS):
         expected = expected_scores(other, model, dataset)

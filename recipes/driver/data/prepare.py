@@ -167,12 +167,15 @@ def check_own(folder: Path, settings: str, text: Path) -> None:
             f"{folder} holds another text of this name, which was evaluated before (see source.txt in it): rename "
             f"the new text, or remove {folder} and {folder.name}*.json next to the models."
         )
-    log = (folder / "preprocess.log").read_text(encoding="utf-8")
-    for name, tokens, share in re.findall(r"(\S+): \d+ sents, (\d+) tokens, (\S+)% replaced", log):
-        language = f", {suffix[1:]}" if (suffix := Path(name).suffix) in (".en", ".de") else ""
-        print(
-            f"{text}{language}: {int(tokens):,} tokens, of which {float(share):g} % are not in the vocabulary (<unk>)"
-        )
+    for file, tokens, share in unknown_shares(folder / "preprocess.log"):
+        language = f", {file.suffix[1:]}" if file.suffix in (".en", ".de") else ""
+        print(f"{text}{language}: {tokens:,} tokens, of which {share:g} % are not in the vocabulary (<unk>)")
+
+
+def unknown_shares(log: Path) -> list[tuple[Path, int, float]]:
+    """Return the files in a log of fairseq-preprocess, each with its tokens and the per cent that are unknown."""
+    found = re.findall(r"(\S+): \d+ sents, (\d+) tokens, (\S+)% replaced", log.read_text(encoding="utf-8"))
+    return [(Path(file), int(tokens), float(share)) for file, tokens, share in found]
 
 
 def count(text: Path) -> int:
