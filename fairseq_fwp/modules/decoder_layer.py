@@ -10,6 +10,7 @@ from fairseq_fwp.modules.attention.base import Attention, StateTree
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.layer_norm import layer_norm
+from fairseq_fwp.ops.rows import gated_silu
 
 
 class LayerState(NamedTuple):
@@ -91,12 +92,6 @@ class DecoderLayer(nn.Module):
         y = self.fc2(self.activation_dropout(self.activation(self.fc1(y))))
         x = x + self.dropout(y)
         return (x if self.normalize_before else self.final_layer_norm(x)), state
-
-
-def gated_silu(x: Tensor) -> Tensor:
-    """Return SiLU(x_1) * x_2 (..., F) for x = [x_1; x_2] (..., 2 F)."""
-    gate, y = x.chunk(2, -1)
-    return F.silu(gate) * y
 
 
 def squared_relu(x: Tensor) -> Tensor:

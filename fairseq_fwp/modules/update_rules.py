@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp import ops
 from fairseq_fwp.checks import check, look_up
+from fairseq_fwp.ops import rows
 from fairseq_fwp.ops.arguments import Results, at_least_float32
 
 Size: TypeAlias = Literal["Dk", "Dv"] | int
@@ -179,7 +180,7 @@ def unit_length(x: Tensor, epsilon: float = 0.0) -> Tensor:
     epsilon: added to ||x||^2; by default the length has a lower bound.
     """
     x = at_least_float32(x)
-    return x * (x.square().sum(-1, keepdim=True) + epsilon).rsqrt() if epsilon else F.normalize(x, dim=-1)
+    return rows.unit_length(x, epsilon) if epsilon else F.normalize(x, dim=-1)
 
 
 BETA = Gate("beta", doubles=True)

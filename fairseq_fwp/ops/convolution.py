@@ -24,10 +24,12 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, sequenc
     A depthwise convolution, as in Gu & Dao 2023, "Mamba" (arXiv 2312.00752), before the memory.
     """
     wide = state_dtype(x.dtype)
-    inputs: list[Any] = [None if y is None else y.to(wide).contiguous() for y in (x, weight.t(), bias)]
-    inputs.append(None if sequence is None else sequence.long().contiguous())
+    rows = x.to(wide)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()  # there may be gaps between them
+    weight, bias = weight.t().to(wide).contiguous(), None if bias is None else bias.to(wide).contiguous()
+    sequence = None if sequence is None else sequence.long().contiguous()
     compute = definition if is_transformed() else _forward  # operators have no forward mode, and no vmap
-    out: Tensor = compute(*inputs).to(x.dtype)
+    out: Tensor = compute(rows, weight, bias, sequence).to(x.dtype)
     return out
 
 
@@ -72,12 +74,12 @@ def _backward(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tens
 
 @torch.library.register_fake(_forward)
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake(_backward)
 def _(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+    return x.new_empty(x.shape), torch.empty_like(weight)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

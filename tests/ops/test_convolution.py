@@ -101,8 +101,15 @@ def test_operators_and_layouts():
     x, weight, bias = draw(2, 9, 5, 4)
     arguments = (x, weight.detach().t().contiguous(), bias, numbers(2, 9))
     torch.library.opcheck(convolution._forward, arguments)
-    strided = x.detach().mT.contiguous().mT
-    torch.testing.assert_close(causal_conv1d(strided, weight, bias), causal_conv1d(x, weight, bias))
+    wider = torch.cat([x.detach(), x.detach()], -1)
+    torch.library.opcheck(convolution._forward, (wider[..., :5].requires_grad_(), *arguments[1:]))
+    for strided in (
+        x.detach().mT.contiguous().mT,
+        wider[..., :5],
+        wider[..., 5:],
+        wider[:, :, ::2].repeat(1, 1, 2)[..., :5],
+    ):
+        torch.testing.assert_close(causal_conv1d(strided, weight, bias), causal_conv1d(strided.clone(), weight, bias))
     compiled = torch.compile(causal_conv1d, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weight, bias), causal_conv1d(x, weight, bias))
     for wrong in ((x, weight[:4]), (x[0], weight), (x, weight, bias[:3])):

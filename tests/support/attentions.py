@@ -92,8 +92,7 @@ def random(*shape):
 
 def rule_inputs(layer, x, key_padding_mask=None):
     """Return q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
-    queries_keys, v, gates = layer.project(x)
-    queries_keys, v, _ = layer.mix(queries_keys, v, None, key_padding_mask, None)
+    queries_keys, v, gates, _ = layer.project(x, None, key_padding_mask)
     return layer.map(queries_keys, v, gates, key_padding_mask)
 
 

@@ -1,11 +1,13 @@
-// The convolution on CPU tensors: x (B, L, D), weight (W, D), bias (D,), sequence (B, L) of int64, contiguous.
+// The convolution on CPU tensors: x (B, L, D), whose channels lie next to each other; weight (W, D), bias (D,), sequence
+// (B, L) of int64, contiguous.
 
 #include "../../cpu/convolution.h"
+#include "sum_rows.h"
 #include "tensors.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -18,17 +20,23 @@ namespace {
 using at::Tensor;
 using Optional = std::optional<Tensor>;
 
-// Call f(batch, first channel, convolution) for blocks of channels on threads, a batch after the other in each block.
+constexpr int64_t kTokensOfBlock = 64;  // d_weight is a sum over blocks of tokens, whatever the number of threads
+constexpr int64_t kChannels = 256;      // rows, weights and sums of so many stay in the first-level cache
+
+// Call f(block, batch, first token, end, first channel, convolution) for blocks of tokens, on threads.
 template <typename A, typename F>
-void for_channels(const Tensor& x, const Tensor& weight, const Optional& sequence, F f) {
-  const int64_t B = x.size(0), L = x.size(1), D = x.size(2), blocks = (D + kChannels - 1) / kChannels;
-  const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(1, B * L * kChannels));
-  at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin * kChannels; c < std::min(D, end * kChannels); c += kChannels)
-      for (int64_t b = 0; b < B; ++b)
-        f(b, c, Convolution<A>{L, std::min(kChannels, D - c), weight.size(0),
-                               {x.const_data_ptr<A>() + b * L * D + c, D}, {weight.const_data_ptr<A>() + c, D},
-                               sequence ? sequence->const_data_ptr<int64_t>() + b * L : nullptr});
+void for_token_blocks(const Tensor& x, const Tensor& weight, const Optional& sequence, F f) {
+  const int64_t B = x.size(0), L = x.size(1), D = x.size(2), blocks = blocks_of(L, kTokensOfBlock);
+  const int64_t grain = std::max<int64_t>(1, (1 << 14) / std::max<int64_t>(1, kTokensOfBlock * D));
+  at::parallel_for(0, B * blocks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t b = block / blocks, first = block % blocks * kTokensOfBlock;
+      for (int64_t c = 0; c < D; c += kChannels)
+        f(block, b, first, std::min(L, first + kTokensOfBlock), c,
+          Convolution<A>{L, std::min(kChannels, D - c), weight.size(0),
+                         {x.const_data_ptr<A>() + b * x.stride(0) + c, x.stride(1)}, {weight.const_data_ptr<A>() + c, D},
+                         sequence ? sequence->const_data_ptr<int64_t>() + b * L : nullptr});
+    }
   });
 }
 
@@ -36,22 +44,31 @@ void check(const Tensor& x, const Tensor& weight, const Optional& bias, const Op
   const auto fits = [&](const Tensor& y, at::IntArrayRef sizes) {
     return y.sizes() == sizes && y.scalar_type() == x.scalar_type() && y.is_contiguous() && y.device().is_cpu();
   };
-  TORCH_CHECK(x.dim() == 3 && weight.dim() == 2 && fits(x, x.sizes()) && fits(weight, {weight.size(0), x.size(2)}) &&
-                  (!bias || fits(*bias, {x.size(2)})) && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble),
-              "x (B, L, D), weight (W, D) and bias (D,) must be contiguous, of one dtype, float32 or float64");
+  TORCH_CHECK(x.dim() == 3 && (x.stride(2) == 1 || x.size(2) < 2) && x.device().is_cpu() && weight.dim() == 2 &&
+                  fits(weight, {weight.size(0), x.size(2)}) && (!bias || fits(*bias, {x.size(2)})) &&
+                  (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble),
+              "x (B, L, D) must have rows whose numbers lie next to each other; weight (W, D) and bias (D,) must be "
+              "contiguous; all must be of one dtype, float32 or float64");
   TORCH_CHECK(!sequence || (sequence->sizes() == x.sizes().slice(0, 2) && sequence->scalar_type() == at::kLong &&
                             sequence->is_contiguous()),
               "sequence must be a contiguous tensor (B, L) of int64");
 }
 
+// Sequence b of a contiguous tensor (B, L, D) that starts at `data`, from a channel on.
+template <typename A>
+Tokens<A> sequence_of(A* data, const Tensor& x, int64_t b, int64_t channel) {
+  return {data + b * x.size(1) * x.size(2) + channel, x.size(2)};
+}
+
 Tensor causal_conv1d(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& sequence) {
   check(x, weight, bias, sequence);
-  const Tensor out = at::empty_like(x);
-  const int64_t L = x.size(1), D = x.size(2);
+  const Tensor out = at::empty(x.sizes(), x.options());
   FWP_DISPATCH(x.element_size(), {
-    for_channels<A>(x, weight, sequence, [&](int64_t b, int64_t c, const Convolution<A>& convolution) {
-      convolution.forward(bias ? bias->const_data_ptr<A>() + c : nullptr,
-                          {out.mutable_data_ptr<A>() + b * L * D + c, D});
+    const A* start = bias ? bias->const_data_ptr<A>() : nullptr;
+    A* rows = out.mutable_data_ptr<A>();
+    for_token_blocks<A>(x, weight, sequence, [&](int64_t, int64_t b, int64_t first, int64_t end, int64_t c,
+                                                 const auto& convolution) {
+      convolution.forward(first, end, start ? start + c : nullptr, sequence_of(rows, x, b, c));
     });
   })
   return out;
@@ -60,16 +77,20 @@ Tensor causal_conv1d(const Tensor& x, const Tensor& weight, const Optional& bias
 std::tuple<Tensor, Tensor> causal_conv1d_backward(const Tensor& x, const Tensor& weight, const Optional& sequence,
                                                   const Tensor& d_out) {
   check(x, weight, {}, sequence);
-  check(d_out, weight, {}, {});
-  TORCH_CHECK(d_out.sizes() == x.sizes() && d_out.scalar_type() == x.scalar_type(), "d_out must be as x");
-  const Tensor d_x = at::empty_like(x), d_weight = at::zeros(weight.sizes(), x.options());
-  const int64_t L = x.size(1), D = x.size(2);
+  TORCH_CHECK(d_out.sizes() == x.sizes() && d_out.scalar_type() == x.scalar_type() && d_out.is_contiguous() &&
+                  d_out.device().is_cpu(), "d_out must be contiguous, with the shape and dtype of x");
+  const int64_t W = weight.size(0), D = x.size(2), blocks = x.size(0) * blocks_of(x.size(1), kTokensOfBlock);
+  const Tensor d_x = at::empty(x.sizes(), x.options()), parts = at::zeros({blocks, W * D}, x.options());
+  Tensor d_weight;
   FWP_DISPATCH(x.element_size(), {
-    for_channels<A>(x, weight, sequence, [&](int64_t b, int64_t c, const Convolution<A>& convolution) {
-      const int64_t first = b * L * D + c;
-      convolution.backward({d_out.const_data_ptr<A>() + first, D}, {d_x.mutable_data_ptr<A>() + first, D},
-                           {d_weight.mutable_data_ptr<A>() + c, D});
+    A *rows = d_x.mutable_data_ptr<A>(), *sums = parts.mutable_data_ptr<A>();
+    const A* d_rows = d_out.const_data_ptr<A>();
+    for_token_blocks<A>(x, weight, sequence, [&](int64_t block, int64_t b, int64_t first, int64_t end, int64_t c,
+                                                 const auto& convolution) {
+      convolution.backward(first, end, sequence_of(d_rows, x, b, c), sequence_of(rows, x, b, c),
+                           {sums + block * W * D + c, D});
     });
+    d_weight = sum_rows<A>(parts).view({W, D});
   })
   return {d_x, d_weight};
 }

@@ -51,16 +51,20 @@ def convolve(
     """
     length, past = x.shape[1], weight.shape[1] - 1
     wide = at_least_float32(x)
-    seen = torch.cat([wide.new_zeros(x.shape[0], past, x.shape[2]) if recent is None else recent, wide], 1)
-    document = None if first is None else F.pad(first.long().cumsum(1), (past, 0))
-    alignment = None if padding is None else Alignment(F.pad(padding, (past, 0)), length)
+    if recent is None and (padding is not None or length < past):
+        recent = wide.new_zeros(x.shape[0], past, x.shape[2])
+    seen = wide if recent is None else torch.cat([recent, wide], 1)
+    before = seen.shape[1] - length  # the convolution itself takes what is not there as zeros
+    document = None if first is None else F.pad(first.long().cumsum(1), (before, 0))
+    alignment = None if padding is None else Alignment(F.pad(padding, (before, 0)), length)
     if alignment is not None:
         seen = alignment.align(seen)
         document = None if document is None else alignment.align(document.unsqueeze(2)).squeeze(2)
-    y = causal_conv1d(seen, weight, sequence=document)[:, past:]
-    recent = seen[:, length:].clone()  # a slice would keep all inputs in memory
+    y = causal_conv1d(seen, weight, sequence=document)[:, before:]
+    end = length + before - past
+    recent = seen[:, end:].clone()  # a slice would keep all inputs in memory
     if first is not None and document is not None:
-        others = document[:, length:] != first.sum(1, keepdim=True)
+        others = document[:, end:] != first.sum(1, keepdim=True)
         recent = recent.masked_fill(others.unsqueeze(2), 0)
     return (y if alignment is None else alignment.restore(y)).to(x.dtype), recent
 

@@ -82,7 +82,7 @@ class DeltaRnn(Attention):
     ) -> tuple[Tensor, DeltaRnnState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
         before = None if state is None else FastWeightState(state.weights)
-        queries_keys, values, gates = self.feedforward.project(x)
+        queries_keys, values, gates, _ = self.feedforward.project(x)
         mapped = self.feedforward.map(queries_keys, values, gates, key_padding_mask)
         read, after = self.feedforward.memory.read(*mapped, before, first)
         z = at_least_float32(read.to(x.dtype))

@@ -21,7 +21,7 @@ from fairseq_fwp.modules.attention.normalization import (
     fit_normalizations,
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.layer_norm import layer_norm
+from fairseq_fwp.modules.layer_norm import RmsNorm, layer_norm
 from fairseq_fwp.modules.update_rules import Gate, MambaDecay, UpdateRule, find_rule, resolve, unit_length
 from fairseq_fwp.ops.arguments import at_least_float32
 
@@ -188,16 +188,14 @@ class FastWeightAttention(Attention):
         first (B, L): True at tokens that begin a document, where the memory is empty; None = nowhere.
         """
         self.refuse_documents(first)
-        queries_keys, v, gates = self.project(x)
-        queries_keys, v, recent = self.mix(queries_keys, v, state, key_padding_mask, first)
+        queries_keys, v, gates, recent = self.project(x, state, key_padding_mask, first)
         q, k, v, gates = self.map(queries_keys, v, gates, key_padding_mask)
         out, after = self.memory.read(q, k, v, gates, state, first)
         return self.out_proj(self.gate(out, x)), after._replace(recent=recent)
 
     def read_whole(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return y (B, L, D) of `forward` for whole sequences, which nobody continues: see `Memory.read_whole`."""
-        queries_keys, v, gates = self.project(x)
-        queries_keys, v, _ = self.mix(queries_keys, v, None, key_padding_mask, None)
+        queries_keys, v, gates, _ = self.project(x, None, key_padding_mask)
         out = self.memory.read_whole(*self.map(queries_keys, v, gates, key_padding_mask))
         return self.out_proj(self.gate(out, x))
 
@@ -209,46 +207,34 @@ class FastWeightAttention(Attention):
                 with torch.no_grad():
                     bias.copy_(gate.bias(bias.numel()))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def project(
+        self,
+        x: Tensor,
+        state: FastWeightState | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, list[Tensor], Tensor | None]:
         """Return q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, Dv) and gates (B, L, H, size) of x (B, L, D).
 
-        Here and below v and gates have value_heads heads.
+        q, k and v are those after a convolution, v also after SiLU. The last result is its inputs of the last tokens,
+        None without one. Here and below v and gates have value_heads heads.
         Raises ValueError for an x of other dimensions.
         """
         if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
             raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
-        queries_keys, values, *gates = self.in_proj(x).split(self.sizes, dim=-1)
-        if self.bias is not None:
-            of_queries_keys, of_values = self.bias.split(self.sizes[:2])
-            queries_keys, values = queries_keys + of_queries_keys, values + of_values
+        joined, *gates = self.in_proj(x).split([sum(self.sizes[:2]), *self.sizes[2:]], dim=-1)
+        if x.device.type == "cpu":  # where kernels compute in float32, and would convert each of their arguments
+            joined = at_least_float32(joined)
+        joined = joined if self.bias is None else joined + self.bias
+        recent = None
+        if self.convolution is not None:
+            before = None if state is None else state.recent
+            joined, recent = self.convolution(joined, before, key_padding_mask, first)
+        queries_keys, v = joined.split(self.sizes[:2], -1)
+        v = v if self.convolution is None else F.silu(v)
+        queries_keys = queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim))
         opened = [self._open(gate, projected) for gate, projected in zip(self.rule.gates, gates, strict=True)]
-        return *self._split_heads(queries_keys, values), opened
-
-    def _split_heads(self, queries_keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return (
-            queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim)),
-            values.unflatten(-1, (-1, self.value_heads, self.head_dim)),
-        )
-
-    def mix(
-        self,
-        queries_keys: Tensor,
-        v: Tensor,
-        state: FastWeightState | None,
-        key_padding_mask: Tensor | None,
-        first: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return queries_keys and v after the convolution, v also after SiLU, and the inputs of the last tokens.
-
-        Without a convolution they stay, and the inputs are None.
-        """
-        if self.convolution is None:
-            return queries_keys, v, None
-        joined = torch.cat([queries_keys.flatten(2), v.flatten(2)], -1)
-        before = None if state is None else state.recent
-        mixed, recent = self.convolution(joined, before, key_padding_mask, first)
-        queries_keys, v = mixed.split(self.sizes[:2], -1)
-        return *self._split_heads(queries_keys, F.silu(v)), recent
+        return queries_keys, v.unflatten(-1, (-1, self.value_heads, self.head_dim)), opened, recent
 
     def _open(self, gate: Gate, projected: Tensor) -> Tensor:
         """Return the gate (B, L, H, size) from its projection (B, L, H size, or its rank)."""
@@ -288,14 +274,17 @@ class FastWeightAttention(Attention):
 
     def gate(self, out: Tensor, x: Tensor) -> Tensor:
         """Return the memory's output (B, H, L, Dv) normalised, scaled and gated by x (B, L, D): (B, L, H Dv)."""
-        if self.read_out_norm is not None:
-            out = self.read_out_norm(out.to(x.dtype))
+        opening, norm = self.gate_function, self.read_out_norm
+        gate = None if self.output_gate is None else self.output_gate(x)
+        if isinstance(norm, RmsNorm) and self.scale == 1 and gate is not None and opening is not None:
+            by_head = gate.unflatten(-1, (self.value_heads, -1))
+            return norm(out.to(x.dtype).transpose(1, 2), by_head, opening).flatten(2)
+        if norm is not None:
+            out = norm(out.to(x.dtype))
         if self.scale != 1:
             out = out * self.scale
         out = self.merge_heads(out).to(x.dtype)
-        if self.output_gate is not None and self.gate_function is not None:
-            out = out * self.gate_function(self.output_gate(x))
-        return out
+        return out if gate is None or opening is None else out * opening(gate)
 
     def state_size(self, length: int, carried: bool = False) -> int:
         # Without z, as in Schlag et al. 2021, App. F.

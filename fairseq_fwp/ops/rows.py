@@ -1,0 +1,132 @@
+"""Normalisation and gates of rows of numbers, as layers of today's models have around their rule.
+
+On a CPU, kernels compute each in one pass over memory. On other devices, without a compiler, in compiled graphs, under
+transforms of torch.func and for float16, PyTorch computes the same. All but float64 is computed in float32.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from ..kernels import load_kernels
+from .arguments import at_least_float32, state_dtype
+from .rule import is_transformed
+
+Opening: TypeAlias = Callable[[Tensor], Tensor]
+OPENINGS: dict[Opening, str] = {F.silu: "silu", torch.sigmoid: "sigmoid"}  # those that kernels know, with their names
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def gated_silu(x: Tensor) -> Tensor:
+    """Return SiLU(x_1) * x_2 (..., F) for x = [x_1; x_2] (..., 2 F): Shazeer 2020, arXiv 2002.05202, Eq. 6."""
+    result: Tensor = _GatedSilu.apply(x.contiguous()) if _has_kernel(x) else _define_gated_silu(x)
+    return result
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, gate: Tensor | None = None, opening: Opening = F.silu
+) -> Tensor:
+    """Return x / sqrt(mean of x_i^2 + epsilon) * weight * opening(gate), with means over the last dimension.
+
+    x, gate: (..., D); weight: (D,). The result is in x's dtype.
+
+    Zhang & Sennrich 2019, arXiv 1910.07467, Eq. 4; the gate as in Yang et al. 2024, arXiv 2312.06635, Sec. 4.4.
+    """
+    if _has_kernel(x) and opening in OPENINGS:
+        return _normalize(x, weight, gate, opening, 1 / x.shape[-1], epsilon)
+    normal = F.rms_norm(x, x.shape[-1:], weight, epsilon)
+    return normal if gate is None else (normal * opening(gate)).to(x.dtype)
+
+
+def unit_length(x: Tensor, epsilon: float) -> Tensor:
+    """Return x / sqrt(sum of x_i^2 + epsilon) (..., D), with sums over the last dimension."""
+    compute = _normalize if _has_kernel(x) else _define_normalized
+    return compute(x, None, None, F.silu, 1.0, epsilon)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return (
+        type(x) in (Tensor, nn.Parameter)  # not a fake one, or another that only looks like one
+        and x.device.type == "cpu"
+        and x.dtype in DTYPES
+        and x.numel() > 0
+        and not torch.compiler.is_compiling()  # a compiler joins operations itself
+        and not is_transformed()
+        and load_kernels("cpu").built
+    )
+
+
+def _normalize(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, opening: Opening, factor: float, epsilon: float
+) -> Tensor:
+    # The operator takes rows (B, L, H, D) with any strides but the last. Heads come before tokens in memory.
+    rows = x if x.dim() == 4 and x.stride(-1) == 1 else x.reshape(1, -1, 1, x.shape[-1])
+    weight = None if weight is None else weight.to(state_dtype(x.dtype)).contiguous()
+    gate = None if gate is None else gate.to(x.dtype).reshape(rows.shape).contiguous()
+    out: Tensor = _NormalizedRows.apply(rows, weight, gate, opening, factor, epsilon)
+    return out.view(x.shape)
+
+
+def _define_gated_silu(x: Tensor) -> Tensor:
+    gate, y = x.chunk(2, -1)
+    return F.silu(gate) * y
+
+
+def _define_normalized(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, opening: Opening, factor: float, epsilon: float
+) -> Tensor:
+    wide = at_least_float32(x)
+    out = wide * (factor * wide.square().sum(-1, keepdim=True) + epsilon).rsqrt()
+    out = out if weight is None else out * weight
+    return (out if gate is None else out * opening(at_least_float32(gate))).to(x.dtype)
+
+
+class _GatedSilu(torch.autograd.Function):
+    """The operator of `gated_silu`, whose gradient can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        out: Tensor = torch.ops.fwp.gated_silu(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            (d_x,) = torch.autograd.grad(_define_gated_silu(x), x, grad, create_graph=True)
+        else:
+            d_x = torch.ops.fwp.gated_silu_backward(x, grad.contiguous())
+        return d_x
+
+
+class _NormalizedRows(torch.autograd.Function):
+    """The operator of `rms_norm` and `unit_length`, whose gradient can be differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, opening: Opening, factor: float, epsilon: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, gate)
+        ctx.opening, ctx.factor, ctx.epsilon = opening, factor, epsilon
+        out: Tensor = torch.ops.fwp.normalize_rows(x, weight, gate, OPENINGS[opening], factor, epsilon)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, gate = tensors = ctx.saved_tensors
+        opening, factor, epsilon = ctx.opening, ctx.factor, ctx.epsilon
+        if torch.is_grad_enabled():
+            wanted = [y for y, is_wanted in zip(tensors, ctx.needs_input_grad, strict=False) if is_wanted]
+            out = _define_normalized(x, weight, gate, opening, factor, epsilon)
+            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+            gradients = [next(found) if is_wanted else None for is_wanted in ctx.needs_input_grad[:3]]
+        else:
+            settings = OPENINGS[opening], factor, epsilon
+            computed = torch.ops.fwp.normalize_rows_backward(x, weight, gate, *settings, grad.contiguous())
+            gradients = [d_y if y is not None else None for d_y, y in zip(computed, tensors, strict=True)]
+        return *gradients, None, None, None
