@@ -89,7 +89,7 @@ def with_adapters(model):
     return get_peft_model(model, LoraConfig(r=16, target_modules=["in_proj_qkv", "in_proj_z", "out_proj", "q_proj"]))
 
 
-def train(name, steps, lora):
+def train(name, steps, lora, bf16):
     """Train for some steps; return their losses and the words a second, without the first step."""
     form, ours = RUNS[name]
     model = build(SMALL)
@@ -100,7 +100,8 @@ def train(name, steps, lora):
         for step, some in enumerate(batches(documents(), steps)):
             if step == 1:
                 words, start = 0, time.perf_counter()
-            loss = model(**(padded if form == "padded" else packed)(some), use_cache=False).loss
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):  # as transformers' Trainer with bf16=True
+                loss = model(**(padded if form == "padded" else packed)(some), use_cache=False).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -111,8 +112,8 @@ def train(name, steps, lora):
     return losses, words / (time.perf_counter() - start)
 
 
-def compare(steps, lora):
-    found = {name: train(name, steps, lora) for name in RUNS}
+def compare(steps, lora, bf16):
+    found = {name: train(name, steps, lora, bf16) for name in RUNS}
     (losses, words), *_ = found.values()
     print(
         "\n| operators, batches | last loss | greatest difference | words/s | ratio |\n| --- | --- | --- | --- | --- |"
@@ -177,14 +178,17 @@ def main():
     parser.add_argument("--steps", type=int, default=60, help="of each training (default 60)")
     parser.add_argument("--threads", type=int, default=2, help="(default 2)")
     parser.add_argument("--lora", action="store_true", help="train only adapters")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where PyTorch's autocast does")
     parser.add_argument("--measure", action="store_true", help="time a larger model instead")
     parser.add_argument("--seconds", type=float, default=5, help="of each measurement (default 5)")
     given = parser.parse_args()
+    if given.measure and (given.lora or given.bf16):
+        parser.error("--lora and --bf16 must be left out with --measure, which times a model in float32")
     if given.steps < 2 or given.threads < 1 or given.seconds <= 0:
         parser.error("--steps must be at least 2, --threads at least 1, and --seconds above 0")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(given.threads)
-    measure(given.seconds) if given.measure else compare(given.steps, given.lora)
+    measure(given.seconds) if given.measure else compare(given.steps, given.lora, given.bf16)
 
 
 if __name__ == "__main__":

