@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "simd.h"
 
@@ -73,19 +74,19 @@ FWP_INLINE void write(BFloat16* p, Vector<float> x, int64_t n) {
   n >= kLanes<float> ? store_half(p, half) : store_fewer(p, half, n);
 }
 
-// e^x = 2^n e^r with |r| <= log(2) / 2, whose series to degree 7 leaves out r^8 / 8! < 6e-9. Beyond the range of
-// float32 the result is its end.
-FWP_INLINE Vector<float> exponential(Vector<float> x) {
+// e^x = 2^n e^r with |r| <= log(2) / 2, whose series to degree 7 leaves out r^8 / 8! < 6e-9. It is at least e^-87, and
+// infinite above e^88.
+FWP_INLINE Vector<float> exponential(Vector<float> argument) {
   constexpr float kRounding = 0x1.8p23f;  // a sum with it has no digits after the point, and n in its lowest bits
   constexpr float kLog2Upper = 0x1.62ep-1f, kLog2Rest = 0x1.0bfbe8p-15f;  // n times the upper part is exact
-  x = x < -87.0f ? Vector<float>{} - 87.0f : x;
-  x = x > 88.0f ? Vector<float>{} + 88.0f : x;
+  const Vector<float> x = argument < -87.0f ? Vector<float>{} - 87.0f : argument;
   const Vector<float> sum = x * 0x1.715476p0f + kRounding, n = sum - kRounding;
   const Vector<float> r = x - n * kLog2Upper - n * kLog2Rest;
   constexpr float kInverseFactorials[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
   Vector<float> series = Vector<float>{} + 1.0f / 5040;
   FWP_UNROLL for (int degree = 0; degree < 7; ++degree) series = series * r + kInverseFactorials[degree];
-  return same_bits<Vector<float>>(same_bits<Words>(series) + (same_bits<Words>(sum) << 23));
+  const Vector<float> power = same_bits<Vector<float>>(same_bits<Words>(series) + (same_bits<Words>(sum) << 23));
+  return x <= 88.0f ? power : x + std::numeric_limits<float>::infinity();  // NaN stays NaN
 }
 FWP_INLINE Vector<double> exponential(Vector<double> x) {
   FWP_UNROLL for (int lane = 0; lane < kLanes<double>; ++lane) x[lane] = std::exp(x[lane]);

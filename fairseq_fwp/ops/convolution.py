@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.backend import kernel_ready
 from .arguments import state_dtype
-from .operator import define
+from .operator import define, differentiate_definition
 from .rule import is_transformed
 
 
@@ -89,7 +89,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-    d_x, d_weight = _backward(*ctx.saved_tensors, grad_out.contiguous())
+    x, weight, sequence = ctx.saved_tensors
+    if torch.is_grad_enabled():
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return definition(x, weight, None, sequence)
+
+        d_x, d_weight = differentiate_definition(product, (x, weight), ctx.needs_input_grad[:2], grad_out)
+    else:
+        d_x, d_weight = _backward(x, weight, sequence, grad_out.contiguous())
     return d_x, d_weight, grad_out.sum((0, 1)) if ctx.has_bias else None, None
 
 

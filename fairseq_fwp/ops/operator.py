@@ -1,9 +1,10 @@
 """How operators of PyTorch are defined here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import update_wrapper
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 
@@ -21,6 +22,20 @@ def define(name: str, schema: str) -> Callable[[Callable[..., object]], OpOverlo
         return operator
 
     return add
+
+
+def differentiate_definition(
+    definition: Callable[..., Tensor], tensors: Sequence[Tensor | None], wanted: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of definition(*tensors), where wanted, as functions that can be differentiated again.
+
+    For backward passes of operators under `create_graph=True`. grad: the gradient of the result.
+    """
+    # Views: one tensor may depend on another, which is not this operator's part of the gradient.
+    views = [None if x is None else x.view_as(x) for x in tensors]
+    inputs = [x for x, is_wanted in zip(views, wanted, strict=True) if is_wanted and x is not None]
+    found = iter(torch.autograd.grad(definition(*views), inputs, grad, create_graph=True))
+    return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
 def refuse_double_backward(op: OpOverload) -> None:

@@ -5,6 +5,7 @@ transforms of torch.func and for float16, PyTorch computes the same. All but flo
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from ..kernels import load_kernels
 from .arguments import at_least_float32, state_dtype
+from .operator import differentiate_definition
 from .rule import is_transformed
 
 Opening: TypeAlias = Callable[[Tensor], Tensor]
@@ -64,7 +66,8 @@ def _normalize(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, opening: Opening, factor: float, epsilon: float
 ) -> Tensor:
     # The operator takes rows (B, L, H, D) with any strides but the last. Heads come before tokens in memory.
-    rows = x if x.dim() == 4 and x.stride(-1) == 1 else x.reshape(1, -1, 1, x.shape[-1])
+    rows = x if x.dim() == 4 else x.reshape(1, -1, 1, x.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     weight = None if weight is None else weight.to(state_dtype(x.dtype)).contiguous()
     gate = None if gate is None else gate.to(x.dtype).reshape(rows.shape).contiguous()
     out: Tensor = _NormalizedRows.apply(rows, weight, gate, opening, factor, epsilon)
@@ -95,10 +98,10 @@ class _GatedSilu(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            (d_x,) = torch.autograd.grad(_define_gated_silu(x), x, grad, create_graph=True)
+            (d_x,) = differentiate_definition(_define_gated_silu, (x,), (True,), grad)
         else:
             d_x = torch.ops.fwp.gated_silu_backward(x, grad.contiguous())
         return d_x
@@ -121,10 +124,8 @@ class _NormalizedRows(torch.autograd.Function):
         x, weight, gate = tensors = ctx.saved_tensors
         opening, factor, epsilon = ctx.opening, ctx.factor, ctx.epsilon
         if torch.is_grad_enabled():
-            wanted = [y for y, is_wanted in zip(tensors, ctx.needs_input_grad, strict=False) if is_wanted]
-            out = _define_normalized(x, weight, gate, opening, factor, epsilon)
-            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            gradients = [next(found) if is_wanted else None for is_wanted in ctx.needs_input_grad[:3]]
+            define = partial(_define_normalized, opening=opening, factor=factor, epsilon=epsilon)
+            gradients = differentiate_definition(define, tensors, ctx.needs_input_grad[:3], grad)
         else:
             settings = OPENINGS[opening], factor, epsilon
             computed = torch.ops.fwp.normalize_rows_backward(x, weight, gate, *settings, grad.contiguous())

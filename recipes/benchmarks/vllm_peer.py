@@ -38,9 +38,7 @@ def peer_call(tensors, shape):
     zeros = torch.zeros(B, H, Dk, Dv)
     lengths, index = torch.tensor([0, L], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     g = tokens_first["decay"].log()
-    return partial(
-        torch.ops._C.chunk_gated_delta_rule_cpu, q, k, v, g, beta, zeros, True, lengths, False, False, index
-    )
+    return partial(torch.ops._C.chunk_gated_delta_rule_cpu, q, k, v, g, beta, zeros, True, lengths, False, False, index)
 
 
 def measure(record):

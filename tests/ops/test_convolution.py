@@ -68,6 +68,15 @@ def test_results_and_gradients_are_those_of_the_definition(backend, shape, docum
     torch.testing.assert_close(found, expected)
 
 
+def test_second_derivatives():
+    x, weight, bias = draw(2, 5, 3, 3)
+    sequence = numbers(2, 5)
+    assert torch.autograd.gradgradcheck(lambda *given: causal_conv1d(*given, sequence), (x, weight, bias))
+    twice = causal_conv1d(causal_conv1d(x, weight), weight).pow(3).sum()
+    found = [torch.autograd.grad(twice, (x, weight), create_graph=graph, retain_graph=True) for graph in (False, True)]
+    torch.testing.assert_close(*found)
+
+
 @looped("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype):
     x, weight, bias = (y.detach() for y in draw(2, 30, 70, 4, dtype))

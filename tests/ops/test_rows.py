@@ -80,6 +80,14 @@ def test_other_layouts(backend):
     ):
         found = rows.rms_norm(view(x), weight, 1e-6, view(gate))
         compare(found, norm_formula(view(x), weight, view(gate), F.silu, 1e-6), [x, weight, gate])
+    for lonely in (
+        x[:1, :20].mT,
+        x[0, 0, :1].expand(3, 20),
+        x.flatten()[::2][:20],
+        x.as_strided((2, 2, 4, 20), (1, 2, 3, 1)),
+    ):
+        found = rows.rms_norm(lonely, weight, 1e-6)
+        compare(found, norm_formula(lonely, weight, None, None, 1e-6), [x, weight])
     odd = x.mT[..., ::2]
     compare(rows.gated_silu(odd), F.silu(odd[..., :10]) * odd[..., 10:], [x])
 
@@ -114,14 +122,18 @@ def test_gradients_in_bfloat16():
 
 def test_silu_of_any_number():
     steps = torch.linspace(-120, 120, 200_001)
-    x = torch.cat([steps, torch.tensor([0.0, -0.0, 1e-30, 1e30, torch.inf])])
+    x = torch.cat([steps, torch.tensor([0.0, -0.0, 1e-30, 1e30, torch.inf, -1e38, -torch.inf])]).requires_grad_()
     y = rows.gated_silu(torch.stack([x, torch.ones_like(x)], -1)).squeeze(-1)
     exact = F.silu(x.double())
-    torch.testing.assert_close(y.double(), exact, rtol=3e-7, atol=1e-36)
-    assert torch.equal(y[-5:-3], torch.zeros(2))
+    torch.testing.assert_close(y.double(), exact, rtol=3e-7, atol=1e-36, equal_nan=True)
+    assert torch.equal(y[-7:-5], torch.zeros(2))
+    gradients = (torch.autograd.grad(out.sum(), x)[0][x.isfinite()] for out in (y, exact))
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
     for dtype in rows.DTYPES:
         given = torch.tensor([[torch.nan, 1.0], [1.0, torch.nan], [1.0, 1.0]], dtype=dtype)
         assert rows.gated_silu(given).isnan().flatten().tolist() == [True, True, False]
+    any_nan = torch.tensor([0x7FC00001, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32).unsqueeze(1)
+    assert rows.rms_norm(torch.ones(3, 1), torch.ones(1), 1e-5, any_nan, torch.sigmoid).isnan().all()
 
 
 def test_second_derivatives():
@@ -130,6 +142,22 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(lambda *given: rows.rms_norm(*given[:2], 0.1, given[2]), (x, weight, gate))
     assert torch.autograd.gradgradcheck(lambda x: rows.rms_norm(x, weight.detach(), 0.1), x)
     assert torch.autograd.gradgradcheck(lambda x: rows.unit_length(x, 0.1), x)
+
+
+def test_gradients_with_a_graph_are_those_without():
+    """Also where an input depends on another one: that is another operation's part of the gradient."""
+    x, weight, gate = draw(1, 3, 2, 4), draw(4), draw(1, 3, 2, 4)
+    for out in (
+        lambda: rows.rms_norm(rows.rms_norm(x, weight, 0.1), weight, 0.1),
+        lambda: rows.rms_norm(x, weight, 0.1, gate * x),
+        lambda: rows.rms_norm(x, x.mean((0, 1, 2)) + weight, 0.1, gate),
+        lambda: rows.unit_length(rows.gated_silu(rows.gated_silu(x)), 0.1) * weight.sum() * gate.sum(),
+    ):
+        gradients = [
+            torch.autograd.grad(out().pow(3).sum(), (x, weight, gate), create_graph=graph, materialize_grads=True)
+            for graph in (False, True)
+        ]
+        torch.testing.assert_close(*gradients)
 
 
 def test_threads_and_batches_change_no_bit():

@@ -150,7 +150,8 @@ std::tuple<Tensor, Tensor, Tensor> normalize_rows_backward(const Tensor& x, cons
   check(x, weight, gate);
   check_rows("d_out", d_out, x.sizes(), x.scalar_type());
   const int64_t n = rows.n, count = n ? x.numel() / n : 0;
-  const Tensor none = at::empty({0}, x.options()), d_x = at::empty_like(x), d_gate = gate ? at::empty_like(*gate) : none;
+  const Tensor none = at::empty({0}, x.options()), d_gate = gate ? at::empty_like(*gate) : none;
+  const Tensor d_x = x.is_non_overlapping_and_dense() ? at::empty_like(x) : at::empty(x.sizes(), x.options());
   const Rows to(d_x);
   const Tensor parts = weight ? at::zeros({blocks_of(count, kRows), n}, weight->options()) : none;
   Tensor d_weight = none;
