@@ -18,7 +18,7 @@ from overhead import run
 from record import HERE, Goal, Record, compare, fastest, provenance, publish, say
 from timing import KEEP, Contender, interleave
 
-TOKENS, BLOCK, ROUNDS, CLOCK = 2 * 512, 50, 3, time.process_time  # tokens of an update; updates of a mean loss
+TOKENS, BLOCK, CLOCK = 2 * 512, 50, time.process_time  # tokens of an update; updates of a mean loss
 FIRST = 3  # updates whose time is not counted
 FLAGS = [
     *("--arch", "gated_deltanet_lm_340m", "--decoder-layers", "4", "--task", "fwp_language_modeling"),
@@ -71,11 +71,10 @@ def measure(record, data, updates, before):
         for name, numbers in zip(PRECISIONS, trained, strict=True):
             record.add(UPDATE, TRAINING, name, numbers["seconds"][FIRST:])
             record.add(UPDATE, TRAINING, name, numbers["losses"], LOSS)
-    for _ in range(ROUNDS if before else 0):
-        for name in PRECISIONS:
-            for side, folder in (("before", before), ("now", HERE.parents[1])):
-                seconds = train(folder, data, FIRST + 3, name)["seconds"][FIRST:]
-                record.add(f"{UPDATE}, {name}", TRAINING, side, [min(seconds)])
+    for name in PRECISIONS if before else ():
+        for side, folder in (("before", before), ("now", HERE.parents[1])):
+            seconds = train(folder, data, FIRST + 3, name)["seconds"][FIRST:]
+            record.add(f"{UPDATE}, {name}", TRAINING, side, [min(seconds)])
 
 
 def goals(record):
