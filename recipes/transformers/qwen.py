@@ -89,6 +89,11 @@ def with_adapters(model):
     return get_peft_model(model, LoraConfig(r=16, target_modules=["in_proj_qkv", "in_proj_z", "out_proj", "q_proj"]))
 
 
+def clock():
+    """Return seconds: with one thread CPU time, which other work on the machine does not add to."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def train(name, steps, lora, bf16):
     """Train for some steps; return their losses and the words a second, without the first step."""
     form, ours = RUNS[name]
@@ -99,7 +104,7 @@ def train(name, steps, lora, bf16):
     with use_in_transformers() if ours else nullcontext():
         for step, some in enumerate(batches(documents(), steps)):
             if step == 1:
-                words, start = 0, time.perf_counter()
+                words, start = 0, clock()
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):  # as transformers' Trainer with bf16=True
                 loss = model(**(padded if form == "padded" else packed)(some), use_cache=False).loss
             loss.backward()
@@ -109,7 +114,7 @@ def train(name, steps, lora, bf16):
             words += sum(map(len, some))
             if step % 10 == 0 or step == steps - 1:
                 print(f"{name}: step {step + 1}, loss {losses[-1]:.4f}", flush=True)
-    return losses, words / (time.perf_counter() - start)
+    return losses, words / (clock() - start)
 
 
 def compare(steps, lora, bf16):
@@ -125,7 +130,6 @@ def compare(steps, lora, bf16):
 
 def least(call, seconds):
     """Return the least times of a call in ms, with the operators of transformers and with ours, which take turns."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     found, end = {False: [], True: []}, time.monotonic() + seconds
     while len(found[True]) < 4 or time.monotonic() < end:
         for ours, times in found.items():
