@@ -3,6 +3,7 @@
 Its two operators have kernels for a CPU. Elsewhere, and without a compiler, PyTorch computes the definition.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,11 +66,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | 
 def _backward(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     if x.device.type == "cpu" and kernel_ready("cpu"):
         return torch.ops.fwp.causal_conv1d_backward(x, weight, sequence, grad_out)
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        return definition(x, weight, None, sequence)
-
-    return torch.func.vjp(product, x, weight)[1](grad_out)
+    return torch.func.vjp(partial(definition, bias=None, sequence=sequence), x, weight)[1](grad_out)
 
 
 @torch.library.register_fake(_forward)
@@ -91,11 +88,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
     x, weight, sequence = ctx.saved_tensors
     if torch.is_grad_enabled():
-
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            return definition(x, weight, None, sequence)
-
-        d_x, d_weight = differentiate_definition(product, (x, weight), ctx.needs_input_grad[:2], grad_out)
+        convolve = partial(definition, bias=None, sequence=sequence)
+        d_x, d_weight = differentiate_definition(convolve, (x, weight), ctx.needs_input_grad[:2], grad_out)
     else:
         d_x, d_weight = _backward(x, weight, sequence, grad_out.contiguous())
     return d_x, d_weight, grad_out.sum((0, 1)) if ctx.has_bias else None, None

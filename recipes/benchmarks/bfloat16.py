@@ -47,9 +47,8 @@ def in_chunks(q, k, v, decay, beta, groups):
 
 
 def measure(record):
-    tensors = inputs.draw(RULE, SHAPE, torch.bfloat16)
-    for name in "qk":  # as the layers of this rule normalise them
-        tensors[name] = inputs.unit(tensors[name].double() - tensors[name].double().mean(-1, keepdim=True)).bfloat16()
+    drawn = {name: x.double() for name, x in inputs.draw(RULE, SHAPE, torch.bfloat16).items()}
+    tensors = {name: x.bfloat16() for name, x in inputs.with_unit_keys(drawn).items()}
     exact = [x.double() for x in tensors.values()]
     out, state = in_chunks(*exact, ())
     for name, groups in ROUNDED.items():

@@ -90,6 +90,11 @@ def draw(form, shape, dtype=torch.float32, device="cpu"):
     return tensors
 
 
+def with_unit_keys(tensors):
+    """Return inputs whose keys and queries have either sign and length one, as layers of today leave them."""
+    return tensors | {name: unit(tensors[name] - tensors[name].mean(-1, keepdim=True)) for name in "qk"}
+
+
 def leaves(form, shape, dtype=torch.float32, device="cpu"):
     """Return the same as a list of leaves for autograd."""
     return [x.requires_grad_() for x in draw(form, shape, dtype, device).values()]

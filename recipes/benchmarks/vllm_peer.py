@@ -32,11 +32,8 @@ def library_of_vllm():
 
 
 def draw(shape):
-    """Return inputs of our operator and a state, rounded to bfloat16, with keys and queries of length one."""
-    tensors = inputs.draw(RULE, shape)
-    for name in "qk":
-        tensors[name] = inputs.unit(tensors[name] - tensors[name].mean(-1, keepdim=True))
-    return {name: x.bfloat16().float() for name, x in tensors.items()}
+    """Return inputs of our operator in float32, rounded to bfloat16."""
+    return {name: x.bfloat16().float() for name, x in inputs.with_unit_keys(inputs.draw(RULE, shape)).items()}
 
 
 def peer_call(tensors, shape):

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from support.operator_fixtures import on_one_and_three_threads
 from support.pairwise import looped
 
 from fairseq_fwp.ops import convolution
@@ -90,15 +91,13 @@ def test_half_precision_is_rounded_once(dtype):
 
 def test_threads_batches_and_splits_change_no_bit():
     x, weight, bias = (y.detach() for y in draw(3, 200, 300, 4, torch.float32))
-    threads, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 3):
-            torch.set_num_threads(number)
-            leaves = [y.clone().requires_grad_() for y in (x, weight, bias)]
-            out = causal_conv1d(*leaves)
-            found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    finally:
-        torch.set_num_threads(threads)
+
+    def compute():
+        leaves = [y.clone().requires_grad_() for y in (x, weight, bias)]
+        out = causal_conv1d(*leaves)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    found = on_one_and_three_threads(compute)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert torch.equal(causal_conv1d(x[1:2], weight, bias), found[0][0][1:2])
     assert torch.equal(causal_conv1d(x[:, 97:], weight, bias)[:, 3:], found[0][0][:, 100:])

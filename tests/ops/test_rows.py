@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.operator_fixtures import on_one_and_three_threads
 from support.pairwise import looped
 
 from fairseq_fwp.kernels import KernelStatus
@@ -48,7 +49,7 @@ def test_gated_silu(backend, shape):
 
 @looped("opening", list(OPENINGS))
 @looped("shape", SHAPES)
-def test_rms_norm(backend, monkeypatch, shape, opening):
+def test_rms_norm(backend, shape, opening):
     function = OPENINGS[opening]
     x, weight, gate = draw(*shape), draw(shape[-1]), draw(*shape)
     inputs = [x, weight, *([] if function is None else [gate])]
@@ -96,9 +97,8 @@ def test_other_layouts(backend):
 def test_results_in_other_dtypes_are_rounded_once(dtype):
     x, gate, weight = (draw(*shape, dtype=dtype).detach() for shape in ((9, 130), (9, 130), (130,)))
     tolerance = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
-    tolerance *= (
-        3 if dtype == torch.float16 else 1
-    )  # PyTorch rounds the parts of a result, for which there is no kernel
+    if dtype == torch.float16:  # there is no kernel, and PyTorch rounds the parts of a result
+        tolerance *= 3
     wide = [y.double() for y in (x, weight, gate)]
     found = {
         "SwiGLU": (rows.gated_silu(x), F.silu(wide[0][:, :65]) * wide[0][:, 65:]),
@@ -162,14 +162,12 @@ def test_gradients_with_a_graph_are_those_without():
 
 def test_threads_and_batches_change_no_bit():
     x, weight, gate = (draw(*shape, dtype=torch.float32) for shape in ((3, 200, 300), (300,), (3, 200, 300)))
-    threads, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 3):
-            torch.set_num_threads(number)
-            outs = rows.rms_norm(x, weight, 1e-6, gate), rows.gated_silu(x)
-            found.append([*outs, *torch.autograd.grad(sum(out.square().sum() for out in outs), (x, weight, gate))])
-    finally:
-        torch.set_num_threads(threads)
+
+    def compute():
+        outs = rows.rms_norm(x, weight, 1e-6, gate), rows.gated_silu(x)
+        return [*outs, *torch.autograd.grad(sum(out.square().sum() for out in outs), (x, weight, gate))]
+
+    found = on_one_and_three_threads(compute)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert torch.equal(rows.rms_norm(x[1:2, 7:], weight, 1e-6, gate[1:2, 7:]), found[0][0][1:2, 7:])
     assert torch.equal(rows.gated_silu(x[2, 199]), found[0][1][2, 199])

@@ -1,7 +1,8 @@
 """Shared fixtures of the tests of operators: one thread, and memory without accidental zeros."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def on_one_and_three_threads(call: Callable[[], Any]) -> list[Any]:
+    """Return the results of two calls, for tests that have `one_thread`."""
+    results = [call()]
+    torch.set_num_threads(3)
+    try:
+        return [*results, call()]
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -38,9 +38,12 @@ const T* data(const Tensor& x) { return static_cast<const T*>(x.const_data_ptr()
 template <typename T>
 T* mutable_data(const Tensor& x) { return static_cast<T*>(x.mutable_data_ptr()); }
 
-// Call f(block, first row, end) for blocks of rows of n numbers, on threads.
+int64_t count_rows(const Tensor& x) { return x.numel() / std::max<int64_t>(1, x.size(-1)); }
+
+// Call f(block, first row, end) for blocks of rows of x, on threads.
 template <typename F>
-void for_row_blocks(int64_t rows, int64_t n, F f) {
+void for_row_blocks(const Tensor& x, F f) {
+  const int64_t rows = count_rows(x), n = x.size(-1);
   const int64_t grain = std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, kRows * n));
   at::parallel_for(0, blocks_of(rows, kRows), grain, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) f(block, block * kRows, std::min(rows, (block + 1) * kRows));
@@ -64,7 +67,7 @@ Tensor gated_silu(const Tensor& x) {
     using T = decltype(type);
     const T* from = data<T>(x);
     T* to = mutable_data<T>(out);
-    for_row_blocks(n ? out.numel() / n : 0, n, [&](int64_t, int64_t begin, int64_t end) {
+    for_row_blocks(out, [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
         GatedSilu<T>{n}.forward(from + 2 * row * n, from + (2 * row + 1) * n, to + row * n);
     });
@@ -83,7 +86,7 @@ Tensor gated_silu_backward(const Tensor& x, const Tensor& d_out) {
     using T = decltype(type);
     const T *from = data<T>(x), *d = data<T>(d_out);
     T* to = mutable_data<T>(d_x);
-    for_row_blocks(n ? d_out.numel() / n : 0, n, [&](int64_t, int64_t begin, int64_t end) {
+    for_row_blocks(d_out, [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const int64_t first = 2 * row * n, second = first + n;
         GatedSilu<T>{n}.backward(from + first, from + second, d + row * n, to + first, to + second);
@@ -132,7 +135,7 @@ Tensor normalize_rows(const Tensor& x, const Optional& weight, const Optional& g
     using A = Arithmetic<T>;
     with_opening(opening, [&](auto kind) {
       const RowNorm<T, kind> norm{rows.n, weight ? data<A>(*weight) : nullptr, A(factor), A(epsilon)};
-      for_row_blocks(rows.n ? x.numel() / rows.n : 0, rows.n, [&](int64_t, int64_t begin, int64_t end) {
+      for_row_blocks(x, [&](int64_t, int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row)
           norm.forward(data<T>(x) + rows.at(row), gate ? data<T>(*gate) + row * rows.n : nullptr,
                        mutable_data<T>(out) + row * rows.n);
@@ -149,18 +152,18 @@ std::tuple<Tensor, Tensor, Tensor> normalize_rows_backward(const Tensor& x, cons
   const Rows rows(x);
   check(x, weight, gate);
   check_rows("d_out", d_out, x.sizes(), x.scalar_type());
-  const int64_t n = rows.n, count = n ? x.numel() / n : 0;
+  const int64_t n = rows.n;
   const Tensor none = at::empty({0}, x.options()), d_gate = gate ? at::empty_like(*gate) : none;
   const Tensor d_x = x.is_non_overlapping_and_dense() ? at::empty_like(x) : at::empty(x.sizes(), x.options());
   const Rows to(d_x);
-  const Tensor parts = weight ? at::zeros({blocks_of(count, kRows), n}, weight->options()) : none;
+  const Tensor parts = weight ? at::zeros({blocks_of(count_rows(x), kRows), n}, weight->options()) : none;
   Tensor d_weight = none;
   with_type(x, [&](auto type) {
     using T = decltype(type);
     using A = Arithmetic<T>;
     with_opening(opening, [&](auto kind) {
       const RowNorm<T, kind> norm{n, weight ? data<A>(*weight) : nullptr, A(factor), A(epsilon)};
-      for_row_blocks(count, n, [&](int64_t block, int64_t begin, int64_t end) {
+      for_row_blocks(x, [&](int64_t block, int64_t begin, int64_t end) {
         const auto memory = scratch<A>(n);
         for (int64_t row = begin; row < end; ++row)
           norm.backward(data<T>(x) + rows.at(row), gate ? data<T>(*gate) + row * n : nullptr, data<T>(d_out) + row * n,

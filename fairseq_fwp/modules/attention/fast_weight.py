@@ -222,16 +222,21 @@ class FastWeightAttention(Attention):
         """
         if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
             raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
-        joined, *gates = self.in_proj(x).split([sum(self.sizes[:2]), *self.sizes[2:]], dim=-1)
+        # A convolution takes all its channels at once. Without one, a second split would copy their gradients again.
+        sizes = self.sizes[:2] if self.convolution is None else [sum(self.sizes[:2])]
+        parts = self.in_proj(x).split([*sizes, *self.sizes[2:]], dim=-1)
+        mixed, gates = list(parts[: len(sizes)]), parts[len(sizes) :]
         if x.device.type == "cpu":  # where kernels compute in float32, and would convert each of their arguments
-            joined = at_least_float32(joined)
-        joined = joined if self.bias is None else joined + self.bias
+            mixed = [at_least_float32(part) for part in mixed]
+        if self.bias is not None:
+            mixed = [part + bias for part, bias in zip(mixed, self.bias.split(sizes), strict=True)]
         recent = None
         if self.convolution is not None:
             before = None if state is None else state.recent
-            joined, recent = self.convolution(joined, before, key_padding_mask, first)
-        queries_keys, v = joined.split(self.sizes[:2], -1)
-        v = v if self.convolution is None else F.silu(v)
+            convolved, recent = self.convolution(*mixed, before, key_padding_mask, first)
+            queries_keys, v = convolved.split(self.sizes[:2], -1)
+            mixed = [queries_keys, F.silu(v)]
+        queries_keys, v = mixed
         queries_keys = queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim))
         opened = [self._open(gate, projected) for gate, projected in zip(self.rule.gates, gates, strict=True)]
         return queries_keys, v.unflatten(-1, (-1, self.value_heads, self.head_dim)), opened, recent
