@@ -21,8 +21,9 @@ ROOMS = {
     "registration": {"fairseq_fwp"},
     "checks": set(),
     "options": {"omegaconf"},
+    "outputs": set(),
     "patches": CONFIG | {"bitarray", "fairseq_cli", "fairseq_fwp.options"},
-    "kernels": {"torch"},
+    "kernels": {"torch", "fairseq_fwp.outputs"},
     "ops": {"torch", "fairseq_fwp.kernels"},
     "interop": {"torch", "transformers", "fairseq_fwp.ops"},
     "interop.harness": CONFIG | HARNESS | {"fairseq_fwp"},
@@ -38,7 +39,10 @@ ROOMS = {
     | {f"fairseq_fwp.{room}" for room in ("decoding", "evaluation", "modules", "ops", "pretrained")},
     "pretrained": BASE | {"fairseq_fwp.models", "fairseq_fwp.ops", "fairseq_fwp.patches", "safetensors"},
     "synthetic": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
-    "convert": BASE | PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches", "fairseq_fwp.pretrained"},
+    "convert": BASE
+    | PEOPLE
+    | ABOVE
+    | {f"fairseq_fwp.{room}" for room in ("evaluation", "outputs", "patches", "pretrained")},
     "linearize": BASE | ABOVE | {"fairseq_fwp.convert", "fairseq_fwp.evaluation"},
     "export": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
     "cli": PEOPLE | HARNESS | {"fairseq_fwp"},

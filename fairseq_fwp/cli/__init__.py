@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fairseq_fwp.outputs import unfinished
+
 # OpenMP reads this when torch is imported. On a busy machine, threads that spin while they wait take cores from the
 # threads they wait for. On an idle one, threads that sleep at once are as slow. So threads spin for a short time.
 if "OMP_WAIT_POLICY" not in os.environ:
@@ -45,7 +47,7 @@ def one_sentence(command: str) -> Iterator[None]:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name first, so that a file of this name is always complete.
+    """Write a file elsewhere first, so that a file of this name is always complete.
 
     A link stays one. Raises OSError that names the file.
     """
@@ -54,13 +56,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     if path.exists() and not path.is_file():  # such as /dev/stdout
         write(path)
         return
-    whole = path.resolve()
-    unfinished = whole.with_name(f"{whole.name}.{os.getpid()}.tmp")
     try:
-        write(unfinished)
-        os.replace(unfinished, whole)
+        with unfinished(path.resolve()) as file:
+            write(file)
     except (OSError, RuntimeError) as error:  # torch's writer raises the second
         raise OSError(f"{path} could not be written ({system_reason(error)})") from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()

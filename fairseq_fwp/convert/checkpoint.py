@@ -1,7 +1,5 @@
 """Write a conversion as fairseq's checkpoint, dictionaries and flags, and build its model."""
 
-import os
-import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from fairseq_fwp.convert.conversion import Conversion
+from fairseq_fwp.outputs import unfinished
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 from fairseq_fwp.patches.training import system_reason
 from fairseq_fwp.pretrained.checkpoint import SEED, check_fit, fill
@@ -49,12 +48,12 @@ def write(conversion: Conversion, out: Path) -> None:
         "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, **of_words},
         "last_optimizer_state": None,
     }
-    with new_folder(out) as unfinished:
-        with (unfinished / CHECKPOINT).open("wb") as file:  # of a path, PyTorch's error lacks the system's reason
+    with new_folder(out) as folder:
+        with (folder / CHECKPOINT).open("wb") as file:  # of a path, PyTorch's error lacks the system's reason
             torch.save(saved, file)
         for name, dictionary in dictionaries(conversion).items():
-            dictionary.save(str(unfinished / name))
-        (unfinished / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
+            dictionary.save(str(folder / name))
+        (folder / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -65,15 +64,13 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     check_new(out)
     whole = out.resolve()
-    unfinished = whole.with_name(f".{whole.name}-{os.getpid()}")
     try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        os.replace(unfinished, whole)
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished(whole) as folder:
+            folder.mkdir()
+            yield folder
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer raises the second
         raise OSError(f"--out {out} could not be written ({system_reason(error)})") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def check_new(out: Path) -> None:

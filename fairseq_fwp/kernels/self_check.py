@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -24,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fairseq_fwp.outputs import unfinished
 
 from .library import load_kernels, locked
 
@@ -104,10 +105,9 @@ def _load_and_check(device: str) -> Faults:
 
 
 def _write_faults(library: Path, faults: dict[str, Faults]) -> None:
-    with contextlib.suppress(OSError):  # if it cannot be written, each process checks
-        part = library.with_name(f"checked.{os.getpid()}")
-        part.write_text(json.dumps({"library": _digest(library), "faults": faults}, indent=1), encoding="utf-8")
-        os.replace(part, library.with_name("checked.json"))
+    # If it cannot be written, each process checks.
+    with contextlib.suppress(OSError), unfinished(library.with_name("checked.json")) as file:
+        file.write_text(json.dumps({"library": _digest(library), "faults": faults}, indent=1), encoding="utf-8")
 
 
 def _digest(library: Path) -> str:

@@ -73,6 +73,35 @@ def test_a_folder_on_a_full_disk_is_not_there(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from fairseq_fwp.outputs import unfinished
+with unfinished(Path(sys.argv[1])) as work:
+    work.mkdir()
+    (work / "half").write_text("half")
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_leftovers_of_killed_processes_alone_are_removed(tmp_path, monkeypatch):
+    """Each attempt has a folder of its own, also in two containers, where processes have the same number."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    out, old = tmp_path / "out", tmp_path / ".out-7"
+    old.mkdir()
+    subprocess.run([sys.executable, "-c", KILLED, out], check=False)
+    (leftover,) = set(tmp_path.iterdir()) - {old}
+    with new_folder(out) as folder:
+        (folder / "file").write_text("first")
+        with new_folder(tmp_path / "other"):
+            write_whole(tmp_path / "table", lambda path: path.write_text("whole"))
+    assert folder.parent != leftover and (out / "file").read_text() == "first"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "other", "table", old.name}
+    umask = os.umask(0o027)
+    os.umask(umask)
+    assert out.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
 def test_a_place_without_permission_is_refused_at_once(tmp_path, monkeypatch):
     """Where root may write, a read-only disk is such a place."""
     assert arguments.output_file(str(tmp_path / "file")) == tmp_path / "file"
