@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,29 +26,49 @@ def fuse_adam(step, self, closure=None):
     """Compute Adam on a CPU by PyTorch's fused operator, in one pass: fairseq makes eleven over each parameter.
 
     Results are those of fairseq's Adam to rounding, and its state is the same. Half precision, other devices, sparse
-    gradients and amsgrad are left to fairseq.
+    gradients, tensors that share memory, amsgrad and settings that are no plain numbers are left to fairseq.
     """
-    parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-    if any(group.get("amsgrad") or group["betas"][1] >= 1 for group in self.param_groups) or not all(
-        _can_be_fused(p, p.grad, *filter(torch.is_tensor, self.state[p].values())) for p in parameters
-    ):
-        return step(self, closure)
-    loss = None if closure is None else closure()
+    loss = None if closure is None else closure()  # which makes gradients, and may change all else
+    if not _can_be_fused(self.param_groups, self.state):
+        step(self)
+        return loss
     with torch.no_grad():
         for group in self.param_groups:
             _step_of_group(group, self.state)
     return loss
 
 
-def _can_be_fused(*tensors: Tensor) -> bool:
-    """Return whether the operator takes a parameter, its gradient and its moments: it reads no strides or shapes."""
-    return all(
-        x.device.type == "cpu"
+def _can_be_fused(groups: list[dict[str, Any]], states: dict[Tensor, dict[str, Any]]) -> bool:
+    """Return whether the operator computes what fairseq does: it reads no strides or shapes, and all at once."""
+    spans = []  # of memory: first and last byte
+    for group in groups:
+        settings = [*group["betas"], group["lr"], group["eps"], group["weight_decay"]]
+        if not all(isinstance(x, int | float) for x in settings) or not all(0 <= beta < 1 for beta in settings[:2]):
+            return False
+        if group.get("amsgrad"):
+            return False
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state, tensors = states.get(p), [p, p.grad]
+            if state:
+                tensors += [state.get("exp_avg"), state.get("exp_avg_sq")]
+            if (state and type(state.get("step")) is not int) or not all(_is_dense(x, p.shape) for x in tensors):
+                return False
+            if size := p.numel():
+                spans += [(start, start + 4 * size - 1) for start in map(Tensor.data_ptr, tensors)]
+    spans.sort()
+    return all(last < start for (_, last), (start, _) in pairwise(spans))
+
+
+def _is_dense(x: Any, shape: torch.Size) -> bool:
+    return (
+        isinstance(x, Tensor)
         and x.dtype == torch.float32
+        and x.is_cpu
         and x.layout == torch.strided
         and x.is_contiguous()
-        and x.shape == tensors[0].shape
-        for x in tensors
+        and x.shape == shape
     )
 
 
@@ -62,15 +83,16 @@ def _step_of_group(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) 
             by_count[int(state["step"])].append(p)
     beta1, beta2 = group["betas"]
     for count, parameters in by_count.items():
+        weights = [p.data for p in parameters]  # as in fairseq: a graph that needs them may be used again
         if group["weight_decay"]:  # apart: the operator rounds 1 - decay * rate first, which changes small decays
-            torch._foreach_add_(parameters, parameters, alpha=-group["weight_decay"] * group["lr"])
+            torch._foreach_add_(weights, weights, alpha=-group["weight_decay"] * group["lr"])
         adamw(
-            parameters,
+            weights,
             [p.grad for p in parameters if p.grad is not None],
             [states[p]["exp_avg"] for p in parameters],
             [states[p]["exp_avg_sq"] for p in parameters],
             [],
-            [*torch.full((len(parameters),), count - 1.0).unbind()],  # the operator adds one
+            [*torch.full((len(parameters),), count - 1.0, dtype=torch.float32, device="cpu").unbind()],  # it adds one
             fused=True,
             amsgrad=False,
             beta1=beta1,

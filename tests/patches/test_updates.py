@@ -14,6 +14,7 @@ from fairseq import utils
 from fairseq.optim import FP16Optimizer, MemoryEfficientFP16Optimizer
 from fairseq.optim.adam import Adam, FairseqAdam
 from omegaconf import OmegaConf
+from support.pairwise import looped
 
 from fairseq_fwp import patches
 from fairseq_fwp.patches import updates
@@ -26,8 +27,8 @@ ADAM = {"_name": "adam", "lr": [0.01], "adam_betas": "(0.9, 0.98)", "adam_eps": 
 ADAM |= {"tpu": False, "use_old_adam": False, "fp16_adam_stats": False}
 
 
-def fairseqs(adam):
-    return inspect.unwrap(Adam.step)(adam)
+def fairseqs(adam, closure=None):
+    return inspect.unwrap(Adam.step)(adam, closure)
 
 
 def fused(adam):
@@ -37,8 +38,8 @@ def fused(adam):
     return updates.fuse_adam(refuse, adam)
 
 
-def either(adam):
-    return updates.fuse_adam(inspect.unwrap(Adam.step), adam)
+def either(adam, closure=None):
+    return updates.fuse_adam(inspect.unwrap(Adam.step), adam, closure)
 
 
 class Training:
@@ -166,6 +167,102 @@ def test_other_parameters_are_left_to_fairseq():
     p.grad = torch.eye(4).to_sparse()
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         either(Adam([p]))
+
+
+def settings(**changed):
+    return lambda adam: adam.param_groups[0].update(changed)
+
+
+def set_state(**changed):
+    """Change the state of the second parameter, where it has one."""
+    return lambda adam: [*adam.state.values()][1:2] and [*adam.state.values()][1].update(copy.deepcopy(changed))
+
+
+def set_gradients(change):
+    def set_each(adam):
+        for p in adam.param_groups[0]["params"]:
+            p.grad = change(p, adam.state[p])
+
+    return set_each
+
+
+# What a closure does after it has computed gradients
+CLOSURES = [
+    lambda adam: None,
+    set_gradients(lambda p, state: p.grad.T.contiguous().T),
+    set_gradients(lambda p, state: None if state.get("step") == 1 else p.grad),
+    set_gradients(lambda p, state: p.data),
+    set_gradients(lambda p, state: state.get("exp_avg", p.grad)),
+    set_gradients(lambda p, state: p.grad[:1].expand(p.shape)),
+    lambda adam: adam.zero_grad(),
+    lambda adam: len(adam.param_groups) == 1 and adam.add_param_group({"params": torch.nn.Parameter(torch.ones(0))}),
+    lambda adam: adam.param_groups.append(adam.param_groups[0] | {"betas": (0.5, 0.6)}),
+    settings(amsgrad=True),
+    settings(betas=(0.5, 0.6)),
+    settings(betas=(torch.tensor(0.5), 0.6)),
+    settings(lr=torch.tensor(0.3), weight_decay=torch.tensor(0.1)),
+    settings(eps=1),
+    set_state(step=torch.tensor(3.0)),
+    set_state(exp_avg=torch.ones(4, 4, dtype=torch.float64)),
+    set_state(exp_avg_sq=torch.ones(4, 4).T),
+]
+
+
+@looped("act", CLOSURES)
+def test_a_closure_is_called_once_and_before_all_else(act):
+    """It makes the gradients, and may change parameters' groups and states, memory and layouts."""
+    results = []
+    for step in (fairseqs, either):
+        weights = [torch.nn.Parameter(torch.linspace(-1, scale, 16).view(4, 4)) for scale in (1, 2)]
+        adam, losses = Adam(weights, lr=0.1, weight_decay=0.1, betas=(0.9, 0.98)), []
+
+        def closure(adam=adam, weights=weights, losses=losses):
+            adam.zero_grad()
+            losses.append(sum(p.pow(3).sum() for p in weights))
+            losses[-1].backward()
+            act(adam)
+            return losses[-1]
+
+        assert all(step(adam, closure) is losses[-1] for _ in range(4)) and len(losses) == 4
+        results.append([[p.detach() for p in weights], [adam.state[p] for p in weights]])
+    torch.testing.assert_close(results[1], results[0], rtol=2e-6, atol=1e-6)
+
+
+# Tensors that share memory, or lie next to each other in it
+SHARED = [
+    lambda x: [x[:40], x[24:]],
+    lambda x: [x, x[3]],
+    lambda x: [x, x],
+    lambda x: x.split(16),
+    lambda x: [x[:0], x[:0], x[0], x],
+]
+
+
+@looped("take", SHARED)
+@looped("share", ["weights", "gradients", "both"])
+def test_tensors_that_share_memory_are_updated_one_after_the_other(take, share):
+    results = []
+    for step in (fairseqs, either):
+        memory = torch.linspace(-1, 1, 64), torch.linspace(0.5, 1, 64)
+        weights, gradients = map(take, memory)
+        weights = [torch.nn.Parameter(x if share != "gradients" else x.clone()) for x in weights]
+        gradients = [x if share != "weights" else x.clone() for x in gradients]
+        adam = Adam(weights, lr=0.1, weight_decay=0.1, betas=(0.9, 0.98))
+        for _ in range(5):
+            for p, gradient in zip(weights, gradients, strict=True):
+                p.grad = gradient.mul_(-0.7)
+            step(adam)
+        results.append([p.detach() for p in weights])
+    torch.testing.assert_close(results[1], results[0], rtol=2e-6, atol=1e-6)
+
+
+def test_a_graph_outlives_an_update():
+    """As with fairseq, whose updates PyTorch does not see."""
+    p = torch.nn.Parameter(torch.ones(3))
+    loss, adam = p.square().sum(), Adam([p])
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        fused(adam)
 
 
 def test_seeds_are_those_of_torch(monkeypatch):
