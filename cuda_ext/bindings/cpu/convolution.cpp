@@ -2,7 +2,7 @@
 // (B, L) of int64, contiguous.
 
 #include "../../cpu/convolution.h"
-#include "sum_rows.h"
+#include "dense_rows.h"
 #include "tensors.h"
 
 #include <ATen/Parallel.h>
@@ -44,7 +44,7 @@ void check(const Tensor& x, const Tensor& weight, const Optional& bias, const Op
   const auto fits = [&](const Tensor& y, at::IntArrayRef sizes) {
     return y.sizes() == sizes && y.scalar_type() == x.scalar_type() && y.is_contiguous() && y.device().is_cpu();
   };
-  TORCH_CHECK(x.dim() == 3 && (x.stride(2) == 1 || x.size(2) < 2) && x.device().is_cpu() && weight.dim() == 2 &&
+  TORCH_CHECK(x.dim() == 3 && has_dense_rows(x) && x.device().is_cpu() && weight.dim() == 2 &&
                   fits(weight, {weight.size(0), x.size(2)}) && (!bias || fits(*bias, {x.size(2)})) &&
                   (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble),
               "x (B, L, D) must have rows whose numbers lie next to each other; weight (W, D) and bias (D,) must be "

@@ -2,7 +2,7 @@
 // the dtype of the arithmetic.
 
 #include "../../cpu/rows.h"
-#include "sum_rows.h"
+#include "dense_rows.h"
 #include "tensors.h"
 
 #include <ATen/core/Tensor.h>
@@ -101,7 +101,7 @@ struct Rows {
   int64_t L, H, n, strides[3];
 
   explicit Rows(const Tensor& x) {
-    TORCH_CHECK(x.dim() == 4 && (x.stride(3) == 1 || x.size(3) < 2) && x.device().is_cpu(),
+    TORCH_CHECK(x.dim() == 4 && has_dense_rows(x) && x.device().is_cpu(),
                 "x must have shape (B, L, H, n), with rows whose numbers lie next to each other");
     L = x.size(1), H = x.size(2), n = x.size(3);
     for (int i = 0; i < 3; ++i) strides[i] = x.stride(i);

@@ -1,4 +1,4 @@
-// The sum of partial results of blocks, in their order, so that it does not depend on the number of threads.
+// Rows of numbers in memory, and the sum of partial results of blocks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,7 +6,10 @@
 
 namespace fwp::cpu {
 
-// parts (blocks, n), contiguous -> (n,).
+// Whether the numbers of each row lie next to each other. The stride of a row of one number, or of none, has no meaning.
+inline bool has_dense_rows(const at::Tensor& x) { return x.stride(-1) == 1 || x.size(-1) < 2 || x.numel() == 0; }
+
+// parts (blocks, n), contiguous -> (n,), in the order of the blocks: it does not depend on the number of threads.
 template <typename A>
 at::Tensor sum_rows(const at::Tensor& parts) {
   const int64_t n = parts.size(1);
