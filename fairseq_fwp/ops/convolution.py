@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.backend import kernel_ready
-from .arguments import state_dtype
+from .arguments import expect_shape, state_dtype
 from .operator import define, differentiate_definition
 from .rule import is_transformed
 
@@ -23,7 +23,10 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, sequenc
     sequence: (B, L), integers: a token does not see those with another number. None: each row is one sequence.
 
     A depthwise convolution, as in Gu & Dao 2023, "Mamba" (arXiv 2312.00752), before the memory.
+
+    Raises ValueError for other shapes, and TypeError for a sequence of numbers that are no integers.
     """
+    _check(x, weight, bias, sequence)
     wide = state_dtype(x.dtype)
     rows = x.to(wide)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()  # there may be gaps between them
@@ -32,6 +35,20 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, sequenc
     compute = definition if is_transformed() else _forward  # operators have no forward mode, and no vmap
     out: Tensor = compute(rows, weight, bias, sequence).to(x.dtype)
     return out
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -> None:
+    expect_shape("x", x, B=None, L=None, D=None)
+    batch, length, channels = x.shape
+    expect_shape("weight", weight, D=channels, W=None)
+    if weight.shape[1] == 0:
+        raise ValueError("weight must have at least one column, got none")
+    if bias is not None:
+        expect_shape("bias", bias, D=channels)
+    if sequence is not None:
+        expect_shape("sequence", sequence, B=batch, L=length)
+        if sequence.is_floating_point() or sequence.is_complex():
+            raise TypeError(f"sequence must be integers, got {sequence.dtype}")
 
 
 def definition(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor | None) -> Tensor:

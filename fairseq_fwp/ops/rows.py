@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from ..kernels import load_kernels
-from .arguments import at_least_float32, state_dtype
+from .arguments import at_least_float32, expect_shape, state_dtype
 from .operator import differentiate_definition
 from .rule import is_transformed
 
@@ -24,7 +24,12 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def gated_silu(x: Tensor) -> Tensor:
-    """Return SiLU(x_1) * x_2 (..., F) for x = [x_1; x_2] (..., 2 F): Shazeer 2020, arXiv 2002.05202, Eq. 6."""
+    """Return SiLU(x_1) * x_2 (..., F) for x = [x_1; x_2] (..., 2 F): Shazeer 2020, arXiv 2002.05202, Eq. 6.
+
+    Raises ValueError for an odd number of columns.
+    """
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise ValueError(f"x must have shape (..., 2 F), got {tuple(x.shape)}")
     result: Tensor = _GatedSilu.apply(x.contiguous()) if _has_kernel(x) else _define_gated_silu(x)
     return result
 
@@ -34,10 +39,20 @@ def rms_norm(
 ) -> Tensor:
     """Return x / sqrt(mean of x_i^2 + epsilon) * weight * opening(gate), with means over the last dimension.
 
-    x, gate: (..., D); weight: (D,). The result is in x's dtype.
+    x: (..., D); weight: (D,); gate: (..., D), or of another shape that PyTorch broadcasts with that of x. The result is
+    in x's dtype. Raises ValueError for other shapes.
 
     Zhang & Sennrich 2019, arXiv 1910.07467, Eq. 4; the gate as in Yang et al. 2024, arXiv 2312.06635, Sec. 4.4.
     """
+    _expect_rows(x)
+    expect_shape("weight", weight, D=x.shape[-1])
+    if gate is not None and gate.shape != x.shape:
+        try:
+            x, gate = torch.broadcast_tensors(x, gate)
+        except RuntimeError:
+            shapes = f"{tuple(x.shape)}, or one that is broadcast with it, got {tuple(gate.shape)}"
+            raise ValueError(f"gate must have the shape of x = {shapes}") from None
+        weight = weight.expand(x.shape[-1])
     if _has_kernel(x) and opening in OPENINGS:
         return _normalize(x, weight, gate, opening, 1 / x.shape[-1], epsilon)
     normal = F.rms_norm(x, x.shape[-1:], weight, epsilon)
@@ -45,9 +60,18 @@ def rms_norm(
 
 
 def unit_length(x: Tensor, epsilon: float) -> Tensor:
-    """Return x / sqrt(sum of x_i^2 + epsilon) (..., D), with sums over the last dimension."""
+    """Return x / sqrt(sum of x_i^2 + epsilon) (..., D), with sums over the last dimension.
+
+    Raises ValueError for a single number.
+    """
+    _expect_rows(x)
     compute = _normalize if _has_kernel(x) else _define_normalized
     return compute(x, None, None, F.silu, 1.0, epsilon)
+
+
+def _expect_rows(x: Tensor) -> None:
+    if x.dim() == 0:
+        raise ValueError("x must have shape (..., D), got ()")
 
 
 def _has_kernel(x: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The short convolution: its definition by a loop, gradients, operators, threads."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -22,6 +23,12 @@ def draw(batch, length, channels, width, dtype=torch.float64):
 
 def numbers(batch, length):
     return (torch.rand(batch, length) < 0.3).long().cumsum(1)
+
+
+def with_other_strides(x):
+    return x.as_strided(
+        x.shape, [7 if size == 1 or x.numel() == 0 else y for size, y in zip(x.shape, x.stride(), strict=True)]
+    )
 
 
 def definition(x, weight, bias=None, sequence=None):
@@ -120,6 +127,44 @@ def test_operators_and_layouts():
         torch.testing.assert_close(causal_conv1d(strided, weight, bias), causal_conv1d(strided.clone(), weight, bias))
     compiled = torch.compile(causal_conv1d, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weight, bias), causal_conv1d(x, weight, bias))
-    for wrong in ((x, weight[:4]), (x[0], weight), (x, weight, bias[:3])):
-        with pytest.raises((RuntimeError, ValueError)):
-            causal_conv1d(*wrong)
+
+
+# Shapes of x, weight, bias and sequence
+# fmt: off
+REFUSED = [
+    ((9, 5), (5, 4), (5,), (2, 9), "x must have shape (B, L, D), got (9, 5)"),
+    ((2, 9, 5), (1, 4), (5,), (2, 9), "weight must have shape (D = 5, W), got (1, 4)"),
+    ((2, 9, 5), (5,), (5,), (2, 9), "weight must have shape (D = 5, W), got (5,)"),
+    ((2, 9, 5), (5, 0), (5,), (2, 9), "weight must have at least one column, got none"),
+    ((2, 9, 5), (5, 4), (1,), (2, 9), "bias must have shape (D = 5), got (1,)"),
+    ((2, 9, 5), (5, 4), (5,), (1, 9), "sequence must have shape (B = 2, L = 9), got (1, 9)"),
+    ((2, 9, 9), (9, 4), (9,), (9, 2), "sequence must have shape (B = 2, L = 9), got (9, 2)"),
+]
+# fmt: on
+
+
+@looped("x, weight, bias, sequence, sentence", REFUSED)
+def test_shapes_that_do_not_fit_are_refused(backend, x, weight, bias, sequence, sentence):
+    """They are not broadcast."""
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        backend(torch.ones(x), torch.ones(weight), torch.ones(bias), torch.ones(sequence, dtype=torch.long))
+
+
+def test_numbers_of_sequences_are_integers(backend):
+    with pytest.raises(TypeError, match=r"^sequence must be integers, got torch.float32$"):
+        backend(torch.ones(1, 3, 2), torch.ones(2, 1), None, torch.rand(1, 3))
+
+
+@looped("shape", [(0, 5, 4, 3), (2, 0, 4, 3), (2, 5, 0, 3), (1, 1, 1, 2), (3, 4, 1, 2), (0, 0, 0, 1)])
+def test_strides_without_a_meaning_change_nothing(backend, shape):
+    """Those of sizes of one, and of tensors without numbers."""
+    given, numbered = draw(*shape), numbers(*shape[:2])
+    results = []
+    for other in (False, True):
+        x, weight, bias, sequence = (with_other_strides(x) if other else x for x in (*given, numbered))
+        out = backend(x, weight, bias, sequence)
+        first = torch.autograd.grad(out.sin().sum(), given, create_graph=True)
+        second = torch.autograd.grad(sum((y.cos().sum() for y in first), out.sum()), given)
+        once = torch.autograd.grad(backend(x, weight, bias, sequence).sin().sum(), given)
+        results.append([out, *first, *second, *once])
+    torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -1,5 +1,7 @@
 """Gates and normalisation of rows: their formulas, gradients, dtypes, layouts, threads, and PyTorch in their place."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,7 @@ def backend(request, monkeypatch):
 
 
 def draw(*shape, dtype=torch.float64):
-    return (2 * torch.randn(*shape, dtype=torch.float64)).to(dtype).requires_grad_()
+    return (2 * torch.randn(shape, dtype=torch.float64)).to(dtype).requires_grad_()
 
 
 def norm_formula(x, weight, gate, opening, epsilon):
@@ -91,6 +93,40 @@ def test_other_layouts(backend):
         compare(found, norm_formula(lonely, weight, None, None, 1e-6), [x, weight])
     odd = x.mT[..., ::2]
     compare(rows.gated_silu(odd), F.silu(odd[..., :10]) * odd[..., 10:], [x])
+
+
+SIZES = [(6, 4), (4, 6), (1, 6, 4), (2, 3, 4), (3, 2, 4), (4, 3, 2), (2, 1, 4), (4,), (1,), (), (2, 3, 1), (0, 4)]
+
+
+@looped("of_x", [shape for shape in SIZES if shape])
+@looped("of_gate", SIZES)
+def test_a_gate_of_another_shape_is_broadcast_or_refused(backend, of_x, of_gate):
+    x, weight, gate = draw(*of_x), draw(of_x[-1]), draw(*of_gate)
+    try:
+        expected = norm_formula(x, weight, gate, F.silu, 0.3)
+    except RuntimeError:
+        sentence = f"gate must have the shape of x = {of_x}, or one that is broadcast with it, got {of_gate}"
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+            rows.rms_norm(x, weight, 0.3, gate)
+    else:
+        compare(rows.rms_norm(x, weight, 0.3, gate), expected, [x, weight, gate])
+
+
+REFUSED = [
+    (rows.gated_silu, [(2, 3)], "x must have shape (..., 2 F), got (2, 3)"),
+    (rows.gated_silu, [(2, 1)], "x must have shape (..., 2 F), got (2, 1)"),
+    (rows.gated_silu, [()], "x must have shape (..., 2 F), got ()"),
+    (lambda x: rows.unit_length(x, 0.3), [()], "x must have shape (..., D), got ()"),
+    (lambda x, weight: rows.rms_norm(x, weight, 0.3), [(), (1,)], "x must have shape (..., D), got ()"),
+    (lambda x, weight: rows.rms_norm(x, weight, 0.3), [(3, 4), (1,)], "weight must have shape (D = 4), got (1,)"),
+    (lambda x, weight: rows.rms_norm(x, weight, 0.3), [(3, 4), (3, 4)], "weight must have shape (D = 4), got (3, 4)"),
+]
+
+
+@looped("compute, shapes, sentence", REFUSED)
+def test_other_shapes_are_refused(backend, compute, shapes, sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        compute(*(draw(*shape) for shape in shapes))
 
 
 @looped("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -201,3 +237,5 @@ def test_operators_name_what_they_take():
     }.items():
         with pytest.raises(RuntimeError, match=words):
             wrong()
+    empty = torch.randn(4, 2, 3, 0).mT  # whose strides have no meaning
+    assert torch.ops.fwp.normalize_rows(empty, None, None, "silu", 1.0, 0.0).shape == (4, 2, 0, 3)
