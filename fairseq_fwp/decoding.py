@@ -5,13 +5,16 @@ of a batch, L tokens, D size of a feature.
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, cast
 
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax
 
 Sample: TypeAlias = dict[str, Any]  # a batch of fairseq's, by the names that its tasks and criteria read
+
+# Values of --line-start: a model of separate lines reads </s> before each, or begins with the line's first word.
+STARTS = END, WORD = "end", "word"
 
 
 class State(Protocol):
@@ -73,6 +76,32 @@ class Dictionary(Protocol):
     """fairseq's dictionary: a word for each number."""
 
     def __getitem__(self, number: int, /) -> str: ...
+
+    def bos(self) -> int: ...
+
+    def eos(self) -> int: ...
+
+
+class Beginning(NamedTuple):
+    """How a model begins to read a text, as it did in training.
+
+    first: the token that it reads before the words; None: it reads the first word, which then is not predicted;
+    of_lines: each line of the text is read by itself; else the text is one stream, whose parts also begin anywhere.
+    """
+
+    first: int | None
+    of_lines: bool
+
+    @classmethod
+    def of(cls, dictionary: Dictionary, line_start: str | None, add_bos_token: bool | None) -> "Beginning":
+        """Return the beginning of a model with these settings of its task, None if the task lacks them."""
+        first = dictionary.bos() if add_bos_token else dictionary.eos()
+        return cls(None if line_start == WORD else first, line_start is not None)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens before the words: one or none."""
+        return [] if self.first is None else [self.first]
 
 
 class Decoder(Protocol):

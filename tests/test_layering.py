@@ -13,7 +13,8 @@ CONFIG = {"fairseq", "numpy", "omegaconf", "torch"}
 BASE = CONFIG | {"fairseq_fwp.checks", "fairseq_fwp.options"}
 PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "onnxruntime", "sacrebleu", "safetensors", "tqdm", "yaml"}
 HARNESS = {"lm_eval", "subword_nmt", "tokenizers"}
-ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "synthetic", "tasks", "distillation")}
+OURS = ("decoding", "distillation", "models", "modules", "ops", "synthetic", "tasks")
+ABOVE = {f"fairseq_fwp.{room}" for room in OURS}
 
 # What each room of the package may import besides itself and the standard library. Imports never point backwards.
 ROOMS = {
@@ -22,7 +23,7 @@ ROOMS = {
     "checks": set(),
     "options": {"omegaconf"},
     "outputs": set(),
-    "patches": CONFIG | {"bitarray", "fairseq_cli", "fairseq_fwp.options"},
+    "patches": CONFIG | {"bitarray", "fairseq_cli", "fairseq_fwp.options", "fairseq_fwp.outputs"},
     "kernels": {"torch", "fairseq_fwp.outputs"},
     "ops": {"torch", "fairseq_fwp.kernels"},
     "interop": {"torch", "transformers", "fairseq_fwp.ops"},
@@ -37,13 +38,13 @@ ROOMS = {
     "tasks": BASE | {"fairseq_fwp.decoding"},
     "distillation": BASE
     | {f"fairseq_fwp.{room}" for room in ("decoding", "evaluation", "modules", "ops", "pretrained")},
-    "pretrained": BASE | {"fairseq_fwp.models", "fairseq_fwp.ops", "fairseq_fwp.patches", "safetensors"},
+    "pretrained": BASE | {f"fairseq_fwp.{room}" for room in ("decoding", "models", "ops", "patches")} | {"safetensors"},
     "synthetic": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
     "convert": BASE
     | PEOPLE
     | ABOVE
     | {f"fairseq_fwp.{room}" for room in ("evaluation", "outputs", "patches", "pretrained")},
-    "linearize": BASE | ABOVE | {"fairseq_fwp.convert", "fairseq_fwp.evaluation"},
+    "linearize": BASE | ABOVE | {"fairseq_fwp.convert", "fairseq_fwp.evaluation", "fairseq_fwp.pretrained"},
     "export": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
     "cli": PEOPLE | HARNESS | {"fairseq_fwp"},
 }

@@ -18,11 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import fairseq_fwp
+from fairseq_fwp.decoding import WORD
 from fairseq_fwp.evaluation import Text
 from fairseq_fwp.options import Settings, setting
 from fairseq_fwp.pretrained.checkpoint import Checkpoint
 from fairseq_fwp.tasks import text as texts
-from fairseq_fwp.tasks.lines import WORD, Lines
+from fairseq_fwp.tasks.lines import LINES, Lines
 
 
 def refuse_inputs(data: str, checkpoint: str, outputs: dict[str, Path | None]) -> None:
@@ -118,8 +119,8 @@ def check_kind(path: str, cfg: FairseqConfig) -> None:
         raise ValueError(f"{path} needs the model {arch!r} and the task {task!r}: {remedy}")
     if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
         raise ValueError(f"the model in {path} must be a language model, got {arch!r}")
-    # Our task reads this token only once, before the text.
-    if task != "fwp_language_modeling" and setting(cfg.task, "add_bos_token", False):
+    # Our tasks read this token only once, before the text or before each line.
+    if task not in ("fwp_language_modeling", LINES) and setting(cfg.task, "add_bos_token", False):
         expected = "without --add-bos-token or with --task fwp_language_modeling"
         actual = f"a model of the task {task} with this flag: fairseq-eval-lm can evaluate it"
         raise ValueError(f"{path} must be trained {expected}, got {actual}")
@@ -148,7 +149,7 @@ def load_text(
 ) -> Text:
     """Return a subset of the text after the symbol `first`, by documents or lines. Raises ValueError without one.
 
-    line_start: what is read before the rest of each line, as in tasks/lines.py; longest: tokens read of a line.
+    line_start: what is read before the rest of each line, one of STARTS; longest: tokens read of a line.
     """
     folder, dictionary = utils.split_paths(data)[0], task.source_dictionary
     dataset = data_utils.load_indexed_dataset(os.path.join(folder, subset), dictionary)

@@ -37,7 +37,8 @@ def load(path: str | os.PathLike[str], dictionary: str | os.PathLike[str] | None
     words = kind.words(Path(path), None if dictionary is None else Path(dictionary))
     converted = kind.convert(tensors, words, conversion.Options(settings))
     check(isinstance(converted.words, list), f"{path} must be a language model, got {converted.arch}: translation")
-    return PretrainedModel(checkpoint.build(converted).float(), converted.line_start)
+    model = checkpoint.build(converted).float()
+    return PretrainedModel(model, converted.line_start, converted.flags.get("add_bos_token"))
 
 
 __all__ = ["SOURCES", "TARGETS", "load"]

@@ -31,7 +31,7 @@ class Conversion(NamedTuple):
     flags: of `fairseq-train`, by field of the configuration; weights: by the names of our model;
     words: of the dictionary, after fairseq's special symbols; of translation by language, the source language first;
     notes: sentences for users of the model;
-    line_start: what a model of separate lines reads first, as in tasks/lines.py; None: the text is a stream.
+    line_start: what a model of separate lines reads first, as in decoding.py; None: the text is a stream.
     """
 
     arch: str

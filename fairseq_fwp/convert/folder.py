@@ -16,11 +16,12 @@ from torch import Tensor
 from fairseq_fwp.convert.checkpoint import build, dictionaries, make_task, new_folder
 from fairseq_fwp.convert.conversion import Conversion, Option, Options
 from fairseq_fwp.convert.vocabulary import given_words
+from fairseq_fwp.decoding import STARTS
 from fairseq_fwp.options import Settings
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 from fairseq_fwp.pretrained.dictionary import DICTIONARY
 from fairseq_fwp.pretrained.folder import CONFIG, WEIGHTS, read_config
-from fairseq_fwp.tasks.lines import STARTS, line_start
+from fairseq_fwp.tasks.lines import line_start
 
 VOCABULARY = "vocab.txt"
 # What a folder of transformers does not say of its texts.

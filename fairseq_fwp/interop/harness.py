@@ -9,9 +9,9 @@ import hashlib
 import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import chain, groupby, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from fairseq.data import Dictionary
@@ -28,6 +28,8 @@ from fairseq_fwp.options import Settings
 
 logger = logging.getLogger(__name__)
 
+# Tokens that are read, and those after them, which are scored.
+Part: TypeAlias = tuple[list[int], list[int]]
 TOKENS_AT_ONCE = 256  # whose log-probabilities of all words are in memory
 MOST_NEW_TOKENS = 256  # of a generation, where a task sets no number
 
@@ -81,6 +83,8 @@ class Numbers:
             self.tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # it has no type of its own
             raise ValueError(f"tokenizer must be a tokenizer.json, got {file}: {error}") from error
+        self.tokenizer.no_truncation()  # a text is read whole, whatever was saved with the tokenizer
+        self.tokenizer.no_padding()
         self.rules = self.tokenizer.to_str()
         rows = {int(word): row for row, word in enumerate(dictionary.symbols) if word.isdecimal()}
         least = self.tokenizer.get_vocab_size()
@@ -146,6 +150,7 @@ class Harness(TemplateLM):
         loaded = fairseq_fwp.load(path, dictionary=dictionary, source=source)
         self._device = find_device(device)
         self.decoder, self.dictionary = loaded.to(self._device).model.decoder, loaded.dictionary
+        self.beginning = loaded.beginning
         self.max_length, self.batch_size = int(max_length or self.decoder.max_positions()), int(batch_size)
         self.positions: int = loaded.model.max_decoder_positions()
         if self.max_length > self.positions:
@@ -168,7 +173,8 @@ class Harness(TemplateLM):
 
     def fingerprint(self) -> str:
         """Return a number of the weights and of all settings that answers depend on."""
-        digest = hashlib.sha256(repr((self.max_length, self.dictionary.symbols, self.text.rules)).encode())
+        settings = (self.max_length, self.beginning, self.dictionary.symbols, self.text.rules)
+        digest = hashlib.sha256(repr(settings).encode())
         for name, tensor in self.decoder.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -189,38 +195,71 @@ class Harness(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether each of its tokens is the most probable one."""
         pairs = [request.args for request in requests]
-        return self._loglikelihood_tokens([(pair, *self._encode_pair(*pair)) for pair in pairs])
+        found = self._sums([self._encode_pair(*pair) for pair in pairs])
+        for pair, score in zip(pairs, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", pair, score)
+        return found
 
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of a context and of its continuation, to which a token that both have letters of belongs.
+    def _encode_pair(self, context: str, continuation: str) -> list[Part]:
+        """Return the parts of a continuation after a context; a token that both have letters of is scored.
 
-        Raises ValueError for a continuation without a token.
+        Raises ValueError for a continuation without a token to predict.
         """
         # Spaces before the continuation are part of it, as a word is part of a token with the space before it.
         before, whole = (self.text.pieces(text) for text in (context.rstrip(), context + continuation))
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)))
-        tokens, start = [token for token, _ in whole], self.eot_token_id
-        if not context and tokens[:1] == [start]:  # it stands for the context
-            shared = 1
-        if not tokens[shared:]:
-            got = f"{continuation!r} after {context[-60:]!r}"
+        tokens = [token for token, _ in whole]
+        if self.beginning.of_lines:
+            parts = self._lines(tokens, shared)
+        elif context:
+            parts = [(tokens[:shared] or self.beginning.tokens, tokens[shared:])]
+        else:  # the token of the beginning stands for the context, also where the continuation has it
+            parts = [(self.beginning.tokens, tokens[tokens[:1] == self.beginning.tokens :])]
+        if not (parts and parts[-1][1]):
+            got = f"{continuation!r} after {context[-60:]!r}{self._unscored}"
             raise ValueError(f"a continuation must have at least one token, got none in {got}")
-        return tokens[:shared] or [start], tokens[shared:]
+        return [(read, scored) for read, scored in parts if scored]
+
+    @property
+    def _unscored(self) -> str:
+        """Words for errors about a text without a token to score."""
+        return ", as the model reads the first word of a line and does not score it" * (self.beginning.first is None)
+
+    def _lines(self, tokens: list[int], first: int) -> list[Part]:
+        """Return the lines of a text in which tokens from number `first` on are scored, each read by itself."""
+        parts, start = [], 0
+        ends = [place + 1 for place, token in enumerate(tokens) if token == self.eot_token_id]
+        for end in sorted({*ends, len(tokens)}):
+            line = [*self.beginning.tokens, *tokens[start:end]]
+            read = max(1, len(line) - (end - max(start, first)))
+            parts.append((line[:read], line[read:]))
+            start = end
+        return parts
+
+    def _sums(self, texts: list[list[Part]]) -> list[tuple[float, bool]]:
+        """Return the log-probability of each text, and whether each of its tokens is the most probable one."""
+        scores = iter(self._loglikelihood_tokens([(("", ""), *part) for parts in texts for part in parts]))
+        of_texts = ([next(scores) for _ in parts] for parts in texts)
+        return [(sum(score for score, _ in found), all(greedy for _, greedy in found)) for found in of_texts]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text: blocks of max_length tokens, each token scored once.
 
-        Raises ValueError for a text without a token.
+        A model of lines reads each line by itself. Raises ValueError for a text without a token to predict.
         """
         sums = []
         for (text,) in [request.args for request in requests]:
-            start, most, tokens = self.eot_token_id, self.max_length, self.tok_encode(text)
-            if not tokens:
-                raise ValueError(f"a text to score must have at least one token, got none in {text[:60]!r}")
-            windows = map(make_disjoint_window, get_rolling_token_windows(tokens, start, most, 1))
-            scores = self._loglikelihood_tokens([(("", ""), *window) for window in windows])
-            sums.append(sum(score for score, _ in scores))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), sums[-1])
+            tokens = self.tok_encode(text)
+            parts = self._lines(tokens, 0) if self.beginning.of_lines else [(self.beginning.tokens, tokens)]
+            parts = [(read, scored) for read, scored in parts if scored]
+            if not parts:
+                raise ValueError(
+                    f"a text to score must have at least one token, got none in {text[:60]!r}{self._unscored}"
+                )
+            windows = (get_rolling_token_windows(scored, *read, self.max_length, 1) for read, scored in parts)
+            ((score, _),) = self._sums([[make_disjoint_window(window) for window in chain.from_iterable(windows)]])
+            sums.append(score)
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), score)
         return sums
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: object) -> list[tuple[float, bool]]:
@@ -232,8 +271,6 @@ class Harness(TemplateLM):
                 features = self.decoder(tokens[:, :-1])[0]
                 for (index, _), x, row in zip(batch, features, tokens, strict=True):
                     scores[index] = self.score(x, row[1:], len(requests[index][2]))
-        for index, (texts, _, _) in enumerate(requests):
-            self.cache_hook.add_partial("loglikelihood", texts, scores[index])
         return [scores[index] for index in range(len(requests))]
 
     def batches(self, rows: list[list[int]]) -> Iterator[list[tuple[int, list[int]]]]:
@@ -287,13 +324,20 @@ class Harness(TemplateLM):
     def generate(self, context: str, until: list[str], most: int, temperature: float) -> str:
         """Return the text after a context, without the stop string that ended it.
 
-        Raises ValueError for more new tokens than learned positions leave room for.
+        Raises ValueError for more new tokens than learned positions leave room for, and for a context without the word
+        that the model begins with.
         """
         room = min(self.max_length, self.positions - most)
         if room < 1:
             says = f"new tokens must be fewer than the {self.positions} learned positions, got up to {most}"
             raise ValueError(f"{says}: give a smaller number with --gen_kwargs max_gen_toks=N")
-        read = self.tok_encode(context) or [self.eot_token_id]
+        read = self.tok_encode(context)
+        if self.beginning.of_lines:  # the last line begins after the last end of one
+            start = max((place + 1 for place, token in enumerate(read) if token == self.eot_token_id), default=0)
+            read = [*self.beginning.tokens, *read[start:]]
+        read = read or self.beginning.tokens
+        if not read:
+            raise ValueError(f"a context must end with a line that has a word to begin with, got {context[-60:]!r}")
         prefix = torch.tensor([read[-room:]], device=self.device)
         state: Settings = {}
         tokens: list[int] = []

@@ -130,6 +130,9 @@ def refuse_unscored_tokens(eval_lm_dataloader, self, dataset, *args, max_positio
 @patch("fairseq.sequence_scorer.SequenceScorer.generate")
 def refuse_impossible_tokens(generate, self, models, sample, **kwargs):
     """Refuse tokens of probability zero, which fairseq-eval-lm leaves out, and no tokens, whose mean is NaN."""
+    if "target" not in sample:
+        remedy = "leave out --score-reference"
+        raise ValueError(f"a text to score must have a reference, and fairseq-interactive has no reference: {remedy}")
     scored = generate(self, models, sample, **kwargs)
     for (hypothesis,) in scored:
         log_probs, tokens = hypothesis["positional_scores"], hypothesis["tokens"]

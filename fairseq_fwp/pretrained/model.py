@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fairseq_fwp.checks import check
+from fairseq_fwp.decoding import Beginning
 from fairseq_fwp.models.decoder import DecoderState
 
 
@@ -16,14 +17,18 @@ class PretrainedModel(nn.Module):
     """A language model as a function of tokens and a state.
 
     model: with fairseq's interface; dictionary: fairseq's, between words and numbers;
-    line_start: the model's --line-start, if it was trained on separate lines.
+    line_start, add_bos_token: settings of its task, the first if it was trained on separate lines;
+    beginning: what it therefore reads before a text.
     """
 
-    def __init__(self, model: FairseqLanguageModel, line_start: str | None = None) -> None:
+    def __init__(
+        self, model: FairseqLanguageModel, line_start: str | None = None, add_bos_token: bool | None = False
+    ) -> None:
         super().__init__()
         self.line_start = line_start
         self.model = model
         self.dictionary: Dictionary = model.decoder.dictionary
+        self.beginning = Beginning.of(self.dictionary, line_start, add_bos_token)
         self.eval()
         with torch.no_grad():
             one, two = (_shapes(self(torch.full((1, n), self.dictionary.unk()))[1]) for n in (1, 2))
@@ -37,7 +42,7 @@ class PretrainedModel(nn.Module):
         """Return log-probabilities (B, L, V) of what follows each of the tokens (B, L), and the state after them.
 
         They are not logits, because a softmax with clusters of words has none. state: after earlier tokens; None: there
-        are none, and the first token should be the end of a line, as in training.
+        are none, and the first token should be that of `beginning`, as in training.
         """
         if state is not None:
             self._check_state(tokens, state)
@@ -93,15 +98,12 @@ class PretrainedModel(nn.Module):
         return written
 
     def encode(self, text: str) -> Tensor:
-        """Return the tokens (1, L) of words separated by blanks, after the end of a line.
+        """Return the tokens (1, L) of words separated by blanks, after what the model reads before a text.
 
-        With --line-start word the model begins with the first word, and nothing is before it.
+        That is the end of a line, with --add-bos-token <s>, and with --line-start word nothing.
         """
-        dictionary = self.dictionary
-        words = dictionary.encode_line(text, append_eos=False, add_if_not_exist=False).long()
-        if self.line_start == "word":
-            return words.unsqueeze(0)
-        return torch.cat([words.new_tensor([dictionary.eos()]), words]).unsqueeze(0)
+        words = self.dictionary.encode_line(text, append_eos=False, add_if_not_exist=False).long()
+        return torch.cat([words.new_tensor(self.beginning.tokens), words]).unsqueeze(0)
 
     def decode(self, tokens: Tensor) -> str:
         """Return the words of tokens (L,), without the ends of lines and padding."""

@@ -3,7 +3,7 @@
 from argparse import ArgumentTypeError, Namespace
 from copy import copy
 from dataclasses import dataclass
-from typing import Optional, TypeAlias
+from typing import Any, Optional, TypeAlias
 
 import numpy as np
 import torch
@@ -14,19 +14,18 @@ from fairseq.data.monolingual_dataset import collate
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import FairseqLanguageModel
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 from torch import Tensor
 
 from fairseq_fwp.checks import check
-from fairseq_fwp.decoding import Sample
-from fairseq_fwp.options import Settings, option
+from fairseq_fwp.decoding import END, STARTS, Beginning, Sample
+from fairseq_fwp.options import Settings, option, setting
 from fairseq_fwp.tasks.text import read_split
 
 LINES = "fwp_lines"
-# What a model reads before it predicts: </s>, and then it predicts all words of a line; or the line's first word.
-STARTS = END, WORD = "end", "word"
 
 # What a generator writes after each prompt of a batch, best first.
 Hypotheses: TypeAlias = list[list[Settings]]
@@ -118,10 +117,7 @@ class FwpLinesTask(LanguageModelingTask):
     @property
     def first_token(self) -> int | None:
         """The token that the model reads before each line, None = the line's first word."""
-        if self.args.line_start == WORD:
-            return None
-        start: int = self.dictionary.bos() if self.args.add_bos_token else self.dictionary.eos()
-        return start
+        return Beginning.of(self.dictionary, self.args.line_start, self.args.add_bos_token).first
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: object) -> None:
         """Load the lines of a split. Raises FileNotFoundError, or ValueError for a line too long, or without lines."""
@@ -144,23 +140,38 @@ class FwpLinesTask(LanguageModelingTask):
         check(not context_window, f"--context-window must be 0 with the task {LINES}, got {context_window}")
         return super().eval_lm_dataloader(dataset, *args, **kwargs)
 
+    def build_generator(
+        self, models: list[FairseqLanguageModel], args: Any, *more: Any, **named: Any
+    ) -> SequenceGenerator | SequenceScorer:
+        """Return fairseq's generator, or its scorer for --score-reference; args: the settings of generation."""
+        self.prefix_size: int = setting(args, "prefix_size", 0)
+        return super().build_generator(models, args, *more, **named)
+
     def inference_step(
         self,
-        generator: SequenceGenerator,
+        generator: SequenceGenerator | SequenceScorer,
         models: list[FairseqLanguageModel],
         sample: Sample,
         prefix_tokens: Tensor | None = None,
         constraints: Tensor | None = None,
     ) -> Hypotheses:
-        """Continue the beginning of a line. Raises ValueError for an empty one, if the model begins with a word."""
-        if self.first_token is None:
-            prompts, lengths = (sample["net_input"][name] for name in ("src_tokens", "src_lengths"))
-            if prompts[:, 0].eq(self.dictionary.eos()).all():  # fairseq puts </s> in front of prompts, not of lines
-                check(bool((lengths > 1).all()), "a line must begin with a word, got none: the model cannot begin one")
-                sample = {**sample, "net_input": {"src_tokens": prompts[:, 1:], "src_lengths": lengths - 1}}
-            generator = _FromFirstWord(generator)
-        hypotheses: Hypotheses = super().inference_step(generator, models, sample, prefix_tokens, constraints)
-        return hypotheses
+        """Continue the beginning of a line, or score it. Raises ValueError for one without a word to begin with."""
+        if self.first_token is not None:
+            hypotheses: Hypotheses = super().inference_step(generator, models, sample, prefix_tokens, constraints)
+            return hypotheses
+        prompts, lengths = (sample["net_input"][name] for name in ("src_tokens", "src_lengths"))
+        if prompts[:, 0].eq(self.dictionary.eos()).all():  # fairseq puts </s> in front of prompts, not of lines
+            check(bool((lengths > 1).all()), "a line must begin with a word, got none: the model cannot begin one")
+            prompts, lengths = prompts[:, 1:], lengths - 1
+            sample = {**sample, "net_input": {"src_tokens": prompts, "src_lengths": lengths}}
+            if sample.get("target") is not None:
+                sample["target"] = sample["target"][:, 1:]
+        if isinstance(generator, SequenceScorer):
+            hypotheses = super().inference_step(generator, models, sample, prefix_tokens, constraints)
+            return _after_first_word(prompts[:, 0], hypotheses)
+        if prefix_tokens is not None and self.prefix_size:  # fairseq-generate cuts them off the targets of lines
+            prefix_tokens = torch.cat([prompts[:, :1], prefix_tokens], 1)[:, : self.prefix_size]
+        return super().inference_step(_FromFirstWord(generator), models, sample, prefix_tokens, constraints)  # type: ignore[no-any-return]
 
 
 class _FromFirstWord:
@@ -181,9 +192,14 @@ class _FromFirstWord:
         generator = copy(self.generator)  # which counts the words of a line from the second one on
         generator.min_len, generator.max_len_b = max(generator.min_len - 1, 0), max(generator.max_len_b - 1, 0)
         hypotheses: Hypotheses = generator.generate(models, sample, prefix_tokens=prefix, bos_token=beams)
-        for word, of_prompt in zip(first, hypotheses, strict=True):
-            for hypothesis in of_prompt:
-                scores = hypothesis["positional_scores"]
-                hypothesis["tokens"] = torch.cat([word.unsqueeze(0), hypothesis["tokens"]])
-                hypothesis["positional_scores"] = torch.cat([scores.new_zeros(1), scores])
-        return hypotheses
+        return _after_first_word(first, hypotheses)
+
+
+def _after_first_word(first: Tensor, hypotheses: Hypotheses) -> Hypotheses:
+    """Put the first word (B,) of each line, which was read and not predicted, in front of its hypotheses."""
+    for word, of_prompt in zip(first, hypotheses, strict=True):
+        for hypothesis in of_prompt:
+            scores = hypothesis["positional_scores"]
+            hypothesis["tokens"] = torch.cat([word.unsqueeze(0), hypothesis["tokens"]])
+            hypothesis["positional_scores"] = torch.cat([scores.new_zeros(1), scores])
+    return hypotheses

@@ -17,7 +17,7 @@ import re
 import resource
 import sys
 import time
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,8 @@ class Model:
         check_files(folder, "model.json", "model.onnx", "dict.txt")
         self.about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
         self.eos, self.pad, self.unk = (self.about[name] for name in ("eos", "pad", "unk"))
+        # What the model reads before a text, and whether each line of a text is read by itself.
+        self.before, self.by_lines = self.about.get("begin", [self.eos]), self.about.get("lines", False)
         self.memory = self.about.get("memory", [])
         check_files(folder, *(["source.onnx", "source.txt"] if self.memory else []))
         self.words = read_words(folder / "dict.txt")
@@ -79,13 +81,22 @@ class Model:
         return np.concatenate(found, 1), state
 
     def encode(self, text):
-        """Return the tokens (1, L) of a text, after the end of a line. Raises ValueError if a word is padding."""
+        """Return the tokens (1, L) of a text, after what the model reads before it: the end of a line, <s> or nothing.
+
+        Raises ValueError without a token, and as `number`.
+        """
+        if not (tokens := [*self.before, *self.number(text)]):
+            raise ValueError(f"a text must have a word, with which the model begins, got {text[:60]!r}")
+        return np.array([tokens], np.int64)
+
+    def number(self, text):
+        """Return the numbers of the words of a text. Raises ValueError if a word is padding."""
         if self.ranks:  # before fairseq separates words at any white space
             text = " ".join(self.split(word) for word in re.split("[\r\n ]+", text) if word)
         tokens = [self.numbers.get(word, self.unk) for word in text.split()]
         if self.pad in tokens:
             raise ValueError(f"words of a text must not be {self.given[self.pad]}, which is padding, got {text[:60]!r}")
-        return np.array([[self.eos, *tokens]], np.int64)
+        return tokens
 
     def split(self, word):
         """Return the parts of a word by byte pair encoding, as subword-nmt: merge the pair that was learned first."""
@@ -182,7 +193,7 @@ def beam_search(model, tokens, state, length, size):
     for step in range(length + 1):
         scores = sums[:, None] + log_probs
         scores[:, model.pad] = -np.inf
-        if given + step == 0:
+        if given + step == 0 and model.before:  # fairseq's --min-len of 1
             scores[:, model.eos] = -np.inf
         if step == length:
             scores[:, : model.eos] = scores[:, model.eos + 1 :] = -np.inf
@@ -206,21 +217,23 @@ def beam_search(model, tokens, state, length, size):
 
 
 def score(model, path):
-    """Return the perplexity of a text, with the ends of its lines, read as one stream.
+    """Return the perplexity of a text, with the ends of its lines, read as one stream or line by line, as in training.
 
-    Raises ValueError for an empty text.
+    Raises ValueError for a text without a token to predict.
     """
-    tokens, total = [model.eos], 0.0
-    for line in read_lines(path):
-        tokens += [*model.encode(line)[0, 1:], model.eos]
-    if len(tokens) == 1:
+    lines = [[*model.number(line), model.eos] for line in read_lines(path)]
+    lines = lines if model.by_lines else [[*chain.from_iterable(lines)]]
+    texts = [np.array([[*model.before, *line]], np.int64) for line in lines if len([*model.before, *line]) > 1]
+    if not texts:
         raise ValueError(f"the text must have at least a line, got {path}, which is empty")
-    tokens, state = np.array([tokens], np.int64), model.start()
-    for first in range(0, tokens.shape[1] - 1, 64):
-        piece = tokens[:, first : first + 65]
-        log_probs, state = model.read(piece[:, :-1], state)
-        total += np.take_along_axis(log_probs, piece[:, 1:, None], 2).sum()
-    return math.exp(-total / (tokens.shape[1] - 1))
+    total, count = 0.0, sum(tokens.shape[1] - 1 for tokens in texts)
+    for tokens in texts:
+        state = model.start()
+        for first in range(0, tokens.shape[1] - 1, 64):
+            piece = tokens[:, first : first + 65]
+            log_probs, state = model.read(piece[:, :-1], state)
+            total += np.take_along_axis(log_probs, piece[:, 1:, None], 2).sum()
+    return math.exp(-total / count)
 
 
 def measure(model):

@@ -1,8 +1,12 @@
 """Separate lines: what a model reads and predicts of each, in training, evaluation, generation and Python."""
 
 import json
+import math
+import runpy
+import shutil
 from argparse import Namespace
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +20,9 @@ from support.refusals import refused
 from support.small_text import SIZE, train_model, write_dictionary, write_split
 
 import fairseq_fwp
-from fairseq_fwp.cli import eval_lm
-from fairseq_fwp.tasks.lines import END, STARTS, WORD, FwpLinesConfig, FwpLinesTask
+from fairseq_fwp.cli import eval_lm, export
+from fairseq_fwp.decoding import END, STARTS, WORD
+from fairseq_fwp.tasks.lines import FwpLinesConfig, FwpLinesTask
 
 WORDS, LONGEST = 40, 11
 
@@ -197,6 +202,173 @@ def test_lines_of_a_text_are_generated_whole(trained):
         assert all(hypotheses[number].startswith(source) for number, source in sources.items())
     refusal = run("fairseq-eval-lm", folder, *task, "--context-window", 4, status=1)
     assert "--context-window must be 0 with the task fwp_lines, got 4" in refusal
+
+
+def hypotheses_of(written):
+    """Return the words of each hypothesis and their scores (base 2), by the number of the line."""
+    rows = [line.split("\t") for line in written.splitlines() if line[:2] in ("H-", "P-")]
+    words = {row[0][2:]: row[2].split() for row in rows if row[0][0] == "H"}
+    return {row[0][2:]: (words[row[0][2:]], [*map(float, row[1].split())]) for row in rows if row[0][0] == "P"}
+
+
+@torch.no_grad()
+def test_the_first_words_of_lines_are_continued_and_lines_are_scored(trained):
+    """By fairseq-generate: --prefix-size counts from the line's first word, and a line of fewer words ends there."""
+    start, folder = trained
+    model = fairseq_fwp.load(folder / "checkpoint_last.pt")
+    dataset = data_utils.load_indexed_dataset(str(folder / "test"), model.dictionary)
+    lines = [line for line in (dataset[n] for n in range(len(dataset))) if start == END or len(line) > 1]
+    task = ["--task", "fwp_lines", "--line-start", start, "--path", folder / "checkpoint_last.pt", "--cpu"]
+    task += ["--gen-subset", "test", "--tokens-per-sample", 16, "--beam", 1, "--max-len-b", 15, "--batch-size", 4]
+    for size in (1, 2, 5, 20):
+        written = hypotheses_of(run("fairseq-generate", folder, *task, "--prefix-size", size))
+        assert len(written) == len(lines)
+        for number, line in enumerate(lines):
+            words = model.dictionary.string(line).split()
+            given = words[: min(size, len(words))]
+            found = written[str(number)][0]
+            assert found[: len(given)] == given and (size <= len(words) or found == words)
+    scored = hypotheses_of(run("fairseq-generate", folder, *task, "--score-reference"))
+    assert len(scored) == len(lines)
+    for number, line in enumerate(lines):
+        found, scores = scored[str(number)]
+        tokens = line if start == WORD else torch.cat([torch.tensor([model.dictionary.eos()]), line])
+        log_probs = model(tokens[:-1].unsqueeze(0))[0][0].gather(1, tokens[1:].unsqueeze(1)).flatten()
+        expected = [0.0] * (start == WORD) + (log_probs / math.log(2)).tolist()
+        assert found == model.dictionary.string(line).split() and scores == pytest.approx(expected, abs=1e-3)
+    refusal = run("fairseq-interactive", folder, *task[:-2], "--score-reference", stdin="w1 w2\n", status=1)
+    assert refusal.splitlines()[-1].endswith("fairseq-interactive has no reference: leave out --score-reference")
+
+
+@torch.no_grad()
+def test_a_hub_model_reads_a_line_as_in_training(trained):
+    _, folder = trained
+    model = fairseq_fwp.load(folder / "checkpoint_last.pt")
+    hub = type(model.model).from_pretrained(str(folder), "checkpoint_last.pt", str(folder))
+    text = "w3 w5 w1 w9"
+    (tokens,) = model.encode(text)
+    log_probs = model(tokens[:-1].unsqueeze(0))[0][0].gather(1, tokens[1:].unsqueeze(1)).flatten()
+    found = hub.score(text)
+    assert found["positional_scores"].tolist()[-len(log_probs) :] == pytest.approx(log_probs.tolist(), abs=1e-5)
+    assert model.dictionary.string(found["tokens"]) == text
+    following = model.decode(model.generate(model.encode("w3 w5"), 7)[0])
+    assert hub.sample("w3 w5", beam=1, max_len_b=9) == f"w3 w5 {following}".strip()
+    given = {"prefix_tokens": torch.tensor([[*map(model.dictionary.index, ("w3", "w5"))]])}
+    ((same,),) = hub.generate([hub.encode("w7")], beam=1, max_len_b=9, inference_step_args=given)
+    assert model.dictionary.string(same["tokens"]) == f"w3 w5 {following}".strip()
+
+
+def test_another_task_is_named(trained, caplog):
+    """fairseq's commands take the task that they are given: one that begins otherwise is a warning."""
+    start, folder = trained
+    task = ["--path", folder / "checkpoint_last.pt", "--cpu", "--gen-subset", "test", "--tokens-per-sample", 11]
+    own = ["--task", "fwp_lines", "--line-start"]
+    said = "was trained with --line-start " + start + ", but reads the text with "
+    for flags, got in (
+        ([], "no --line-start"), ([*own, WORD if start == END else END], "--line-start"), ([*own, start], None),
+    ):  # fmt: skip
+        written = run("fairseq-eval-lm", folder, *task, *flags)
+        assert (said + (got or "") in written) == (got is not None)
+
+
+def asked(*requests):
+    return [Namespace(args=request) for request in requests]
+
+
+@torch.no_grad()
+def test_the_harness_reads_lines_as_in_training(trained):
+    """It scores each line of a text and of a context by itself, and does not score a first word that is only read."""
+    harness = pytest.importorskip("fairseq_fwp.interop.harness")
+    start, folder = trained
+    lm = harness.Harness(str(folder / "checkpoint_last.pt"), str(folder), device="cpu")
+    model = fairseq_fwp.load(folder / "checkpoint_last.pt")
+    dataset = data_utils.load_indexed_dataset(str(folder / "test"), model.dictionary)
+    text = "".join(model.dictionary.string(dataset[n]) + "\n" for n in range(len(dataset)))
+    (score,) = lm.loglikelihood_rolling(asked((text,)))
+    assert score == pytest.approx(float(expected_scores(start, model, dataset).sum()), rel=1e-5)
+
+    def expected(words, scored):
+        tokens = model.encode(words)[0]
+        log_probs = model(tokens[:-1].unsqueeze(0))[0][0].gather(1, tokens[1:].unsqueeze(1)).flatten()
+        return float(log_probs[len(log_probs) - min(scored, len(log_probs)) :].sum())
+
+    for (context, continuation), lines in {
+        ("", "w3 w5"): [("w3 w5", 2)],
+        ("w3", " w5 w1"): [("w3 w5 w1", 2)],
+        ("w7 w7\nw3", " w5"): [("w3 w5", 1)],
+        ("w7 w7\nw3 w4", " w5 </s> w6 w2".replace(" </s> ", "\n")): [("w3 w4 w5 </s>", 2), ("w6 w2", 2)],
+    }.items():
+        ((found, _),) = lm.loglikelihood(asked((context, continuation)))
+        assert found == pytest.approx(sum(expected(*line) for line in lines), abs=1e-5)
+    for context in ("w3 w5", "w7\nw3 w5"):
+        following = model.decode(model.generate(model.encode("w3 w5"), 5)[0])
+        assert lm.generate_until(asked((context, {"until": [], "max_gen_toks": 5}))) == [following]
+    if start == WORD:
+        for context, continuation in (("", "w3"), ("w3\n", "w5"), ("w3", "\nw5")):
+            with pytest.raises(ValueError, match=r"got none in .*, as the model reads the first word of a line"):
+                lm.loglikelihood(asked((context, continuation)))
+        with pytest.raises(ValueError, match="at least one token, got none in 'w3', as the model reads the first"):
+            lm.loglikelihood_rolling(asked(("w3",)))
+        with pytest.raises(ValueError, match="a context must end with a line that has a word to begin with, got ''"):
+            lm.generate_until(asked(("", {"until": [], "max_gen_toks": 5})))
+
+
+@torch.no_grad()
+def test_exported_models_read_lines_as_in_training(trained):
+    """In the program without PyTorch, and in the page's beginning; a text is scored line by line."""
+    pytest.importorskip("onnxruntime")
+    start, folder = trained
+    export.main([str(folder), "--path", str(folder / "checkpoint_last.pt"), "--out", str(folder / "exported")])
+    program = runpy.run_path(str(Path(__file__).parents[2] / "recipes/onnx/generate.py"))
+    ours, model = program["Model"](folder / "exported"), fairseq_fwp.load(folder / "checkpoint_last.pt")
+    assert (ours.about["begin"], ours.about["lines"]) == ([2] * (start == END), True)
+    dataset = data_utils.load_indexed_dataset(str(folder / "test"), model.dictionary)
+    lines = [model.dictionary.string(dataset[n]) for n in range(len(dataset))]
+    (folder / "test.txt").write_text("".join(f"{line}\n" for line in lines))
+    expected = float((-expected_scores(start, model, dataset)).mean().exp())
+    assert program["score"](ours, folder / "test.txt") == pytest.approx(expected, rel=1e-4)
+    for text in ("w3 w5", "w7"):
+        assert ours.encode(text).tolist() == model.encode(text).tolist()
+        found = [*program["sample"](ours, *ours.begin(text), 9, 1, 1.0, 1)]
+        assert ours.decode(found) == model.decode(model.generate(model.encode(text), 9)[0])
+    flags = ["--task", "fwp_lines", "--line-start", start, "--cpu", "--path", folder / "checkpoint_last.pt"]
+    flags += ["--beam", 3, "--max-len-b", 12, "--tokens-per-sample", 16]
+    written = run("fairseq-interactive", folder, *flags, stdin="w3 w5\n")
+    (best,) = [line.split("\t") for line in written.splitlines() if line.startswith("H-")]
+    score, tokens = program["beam_search"](ours, *ours.begin("w3 w5"), 10, 3)[0]
+    assert f"w3 w5 {ours.decode(tokens)}".strip() == best[2]
+    assert score / math.log(2) == pytest.approx(float(best[1]), abs=1e-4)
+    if start == WORD:
+        with pytest.raises(ValueError, match="a text must have a word, with which the model begins, got ''"):
+            ours.encode("")
+
+
+@torch.no_grad()
+def test_a_start_of_lines_is_read_by_every_command(trained, tmp_path):
+    """A model of --add-bos-token reads <s>, and not </s>, before each line."""
+    pytest.importorskip("onnxruntime")
+    harness = pytest.importorskip("fairseq_fwp.interop.harness")
+    start, folder = trained
+    if start == WORD:
+        return
+    saved, path = torch.load(folder / "checkpoint_last.pt", weights_only=False), folder / "start.pt"
+    saved["cfg"]["task"]["add_bos_token"] = saved["cfg"]["model"]["add_bos_token"] = True
+    torch.save(saved, path)
+    model = fairseq_fwp.load(path)
+    tokens = model.encode("w3 w5 </s>")
+    assert tokens[0, 0] == model.dictionary.bos() and tokens[0, -1] == model.dictionary.eos()
+    expected = float(model(tokens[:, :-1])[0][0].gather(1, tokens[0, 1:].unsqueeze(1)).sum())
+    (score,) = harness.Harness(str(path), str(folder), device="cpu").loglikelihood_rolling(asked(("w3 w5\n",)))
+    export.main([str(folder), "--path", str(path), "--out", str(tmp_path / "exported")])
+    program = runpy.run_path(str(Path(__file__).parents[2] / "recipes/onnx/generate.py"))
+    (tmp_path / "text").write_text("w3 w5\n")
+    perplexity = program["score"](program["Model"](tmp_path / "exported"), tmp_path / "text")
+    (data := tmp_path / "data").mkdir()
+    shutil.copy(folder / "dict.txt", data)
+    write_split(data / "test", [tokens[0, 1:].tolist()], WORDS)
+    eval_lm.main([str(data), "--path", str(path), "--cpu", "--json", str(tmp_path / "j.json")])
+    loss = json.loads((tmp_path / "j.json").read_text())["loss"]
+    assert (score, -3 * math.log(perplexity), -3 * loss) == pytest.approx([expected] * 3, abs=1e-4)
 
 
 def test_a_line_without_a_word_cannot_be_continued_from_its_first_word(trained):
