@@ -13,11 +13,15 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
+import selectors
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +100,7 @@ def _load_and_check(device: str) -> Faults:
             if name not in faults_by_device:  # no other process has checked it while this one waited
                 try:
                     faults_by_device[name] = _check_apart(device)
-                except RuntimeError as error:
+                except (OSError, RuntimeError) as error:
                     message = f"the kernels are used on {device} without a check, which another process could not make"
                     warnings.warn(f"{message}: {error}", RuntimeWarning, stacklevel=7)
                     return {}
@@ -120,6 +124,7 @@ from fairseq_fwp.ops.rules import RULES
 check_in_child(RULES)
 """
 ALL = "all"  # a child's line after the last rule
+MARK = b"\x1efairseq_fwp self-check\x1e"  # before a child's own lines: PyTorch and others print what they like
 
 
 def _check_apart(device: str) -> Faults:
@@ -131,12 +136,11 @@ def _check_apart(device: str) -> Faults:
     faults: Faults = {}
     begun, ended = 0, False
     while not ended:
-        printed, status = _run_child([sys.executable, "-c", CHILD, device, str(begun)])
-        lines = [json.loads(line) for line in printed if line.startswith("[")]
+        lines, other, status = _run_child([sys.executable, "-c", CHILD, device, str(begun)])
         if status is None and not lines:
             raise RuntimeError(f"it did not begin within {SECONDS:g} seconds")
         if (status or 0) > 0 or not lines:
-            raise RuntimeError(printed[-1] if printed else "no output")
+            raise RuntimeError(other or "no output")
         faults |= {name: reason for name, reason in lines if reason}
         begun += sum(reason is None for _, reason in lines)
         if status is None:
@@ -147,25 +151,49 @@ def _check_apart(device: str) -> Faults:
     return faults
 
 
-def _run_child(command: list[str]) -> tuple[list[str], int | None]:
-    """Return what a child has written, and its status: None if it was killed after SECONDS without a line."""
-    late, printed = threading.Event(), []
-    to_one_pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+def _run_child(command: list[str]) -> tuple[list[Any], str, int | None]:
+    """Return a child's own lines, the last other one, and its status: None if it was killed after SECONDS without one.
+
+    Processes that it has started are killed with it. They are not waited for, though they may hold its pipe open.
+    """
+    own_lines: list[Any] = []
+    other, status = "", None
+    to_one_pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], **to_one_pipe) as child:
+        try:
+            deadline = time.monotonic() + SECONDS
+            for line in _lines_of(child):
+                text, mark, own = line.partition(MARK)
+                other = text.decode(errors="replace").strip()[:500] or other
+                if mark:
+                    own_lines.append(json.loads(own))
+                    deadline = time.monotonic() + SECONDS
+                elif time.monotonic() > deadline:
+                    break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = child.wait(max(0, deadline - time.monotonic()))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    return own_lines, other, status
 
-        def kill() -> None:
-            late.set()
-            child.kill()
 
-        assert child.stdout
-        line = "begins"
-        while line:
-            watch = threading.Timer(SECONDS, kill)
-            watch.start()
-            line = child.stdout.readline()
-            watch.cancel()
-            printed += [line.strip()] if line.strip() else []
-    return printed, None if late.is_set() else child.returncode
+def _lines_of(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
+    """Yield the lines that a child prints until it ends, and empty ones while it prints none."""
+    assert child.stdout
+    pipe, unread = child.stdout.fileno(), bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while True:
+            ended = child.poll() is not None
+            ready = selector.select(0.1)
+            printed = os.read(pipe, 1 << 16) if ready else b""
+            if not printed and (ready or ended):  # the pipe is closed, or only open in another process
+                yield bytes(unread)
+                return
+            unread += printed
+            *lines, unread = unread.split(b"\n") if b"\n" in printed else (b"", unread)
+            yield from map(bytes, lines)
 
 
 def check_in_child(rules: Sequence[Any]) -> None:
@@ -185,7 +213,7 @@ def check_in_child(rules: Sequence[Any]) -> None:
 
 
 def _print(name: str, reason: str | None) -> None:
-    print(json.dumps([name, reason]), flush=True)
+    os.write(1, MARK + json.dumps([name, reason]).encode() + b"\n")  # at once, whatever sys.stdout is
 
 
 def _check(rule: Any, device: torch.device) -> str:

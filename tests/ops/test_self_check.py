@@ -1,8 +1,11 @@
 """The check of kernels before their first use, with a CPU kernel made wrong on purpose."""
 
 import json
+import sys
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,13 +110,18 @@ def test_a_rule_that_breaks_its_process_is_the_only_one_to_blame(monkeypatch):
     assert self_check._check_apart("cpu") == expected | {"rwkv7_rule": "off"}
 
 
-HANGS = """
-import json, sys, time
+PRINTS = f"""
+import json, os, subprocess, sys, time
+def say(*line):
+    os.write(1, {self_check.MARK} + json.dumps(line).encode() + b"\\n")
+"""
+HANGS = f"""{PRINTS}
 for name in ("sum_rule", "gla_rule", "delta_rule")[int(sys.argv[2]):]:
-    print(json.dumps([name, None]), flush=True)
-    time.sleep(99 * (name == "gla_rule"))
-    print(json.dumps([name, ""]), flush=True)
-print(json.dumps(["all", ""]))
+    say(name, None)
+    while name == "gla_rule":
+        print(flush=True)
+    say(name, "")
+say("all", "")
 """
 
 
@@ -124,6 +132,40 @@ def test_a_rule_whose_check_never_ends_is_the_only_one_to_blame(monkeypatch):
     monkeypatch.setattr(self_check, "CHILD", "import time; time.sleep(99)")
     with pytest.raises(RuntimeError, match="it did not begin within 3 seconds"):
         self_check._check_apart("cpu")
+
+
+# What others print before, between and after our own lines, or leave running
+FOREIGN = [
+    "sys.stderr.write('[W1128 12:00:00 Warning: a warning of C++ (function operator())\\n')",
+    """print('["sum_rule", "wrong"]', '["all", ""]', '[]', '[1, 2, 3]', 'null', '{', sep='\\n', flush=True)""",
+    "os.write(2, bytes(range(256)) + b'\\n\\0\\xff\\x1e')",
+    "os.write(1, b'no end of a line')",
+    "sys.stdout.write('a long line' * 1_000_000); sys.stdout.flush()",
+    "subprocess.Popen(['sleep', '99'])",
+    "subprocess.Popen(['sleep', '9'], start_new_session=True)",
+]
+
+
+@looped("foreign", FOREIGN)
+def test_what_others_print_is_no_result(monkeypatch, foreign):
+    child = f"{PRINTS}say('sum_rule', None)\n{foreign}\nsay('sum_rule', 'off')\n{foreign}\nsay('all', '')\n{foreign}"
+    monkeypatch.setattr(self_check, "CHILD", child)
+    monkeypatch.setattr(self_check, "SECONDS", 5)
+    start = time.monotonic()
+    assert self_check._check_apart("cpu") == {"sum_rule": "off"}
+    assert time.monotonic() - start < 5
+
+
+def test_a_child_s_own_children_are_killed_with_it(monkeypatch, tmp_path):
+    starts = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '99']).pid))"
+    monkeypatch.setattr(self_check, "CHILD", f"{PRINTS}say('sum_rule', None)\n{starts}\ntime.sleep(99)")
+    monkeypatch.setattr(self_check, "SECONDS", 2)
+    deadline = time.monotonic() + 20
+    *_, status = self_check._run_child([sys.executable, "-c", self_check.CHILD])
+    started = Path("/proc", (tmp_path / "pid").read_text())
+    while started.exists() and "sleep" in (started / "cmdline").read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert status is None and time.monotonic() < deadline
 
 
 def test_processes_wait_for_the_one_that_checks(library, monkeypatch):
@@ -142,6 +184,7 @@ CHILDREN = [
     ("raise SystemExit('no device')", "no device"),
     ("import torch; raise torch.cuda.OutOfMemoryError('too little')", "OutOfMemoryError: too little"),
     ("", "no output"),
+    ("import os; os.write(2, b'no \\xff device'); raise SystemExit(1)", "no \ufffd device"),
 ]
 
 
