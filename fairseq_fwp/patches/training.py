@@ -5,16 +5,17 @@ import logging
 import math
 import os
 import shutil
+import sys
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fairseq_fwp.outputs import unfinished
 from fairseq_fwp.patches.patch import patch
 
 # Number of tries, as in fairseq, and seconds between them: network file systems fail for moments.
@@ -25,6 +26,9 @@ FP16 = "fairseq.optim.fp16_optimizer._FP16OptimizerMixin"
 MEMORY_EFFICIENT = "fairseq.optim.fp16_optimizer._MemoryEfficientFP16OptimizerMixin"
 OVERFLOWS = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")  # of fairseq's scaler
 logger = logging.getLogger(__name__)
+_lock = contextlib.ExitStack()  # of the --save-dir
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lock.close)  # workers may outlive a training that is killed
 
 
 @patch("fairseq.tasks.fairseq_task.FairseqTask.train_step")
@@ -260,7 +264,7 @@ def save_whole(save, obj, filename, async_write=False):
         return save(obj, filename, async_write)
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            with _in_place_of(filename) as unfinished, open(unfinished, "wb") as file:
+            with unfinished(Path(filename)) as work, work.open("wb") as file:
                 torch.save(obj, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -280,8 +284,8 @@ def copy_whole(copy, src_path, dst_path, overwrite=False):
     if any(map(PathManager.path_requires_pathmanager, (src_path, dst_path))):
         return copy(src_path, dst_path, overwrite)
     try:
-        with _in_place_of(dst_path) as unfinished:
-            shutil.copyfile(src_path, unfinished)
+        with unfinished(Path(dst_path)) as work:
+            shutil.copyfile(src_path, work)
     except OSError as error:
         raise _not_saved(dst_path, error) from error
     return True
@@ -295,17 +299,59 @@ def make_folder_of_log(call_main, cfg, main, **kwargs):
     return call_main(cfg, main, **kwargs)
 
 
-@contextlib.contextmanager
-def _in_place_of(path: str) -> Iterator[str]:
-    """Yield a temporary path next to `path`: the file written there replaces it in one step, or is removed."""
-    unfinished = f"{path}.tmp"
+@patch("fairseq.checkpoint_utils.verify_checkpoint_directory")
+def train_alone(verify, save_dir):
+    """Refuse a second training in one --save-dir, while the first runs: fairseq mixes their checkpoints and states.
+
+    Of several processes that train together, only the first one calls this.
+    """
+    _lock.close()  # of an earlier training in this process
+    cfg = _configuration()
+    if cfg is None or not cfg.checkpoint.no_save:
+        os.makedirs(save_dir, exist_ok=True)
+        _lock_folder(save_dir)
+        verify(save_dir)
+
+
+@patch("fairseq.distributed.utils.call_main")
+def free_folder(call_main, *args, **kwargs):
+    """Let another training have the --save-dir after the end of one, in a process that goes on."""
+    with _lock:
+        return call_main(*args, **kwargs)
+
+
+@patch("fairseq.checkpoint_utils.verify_checkpoint_directory")
+def refuse_flat_weights_on_a_cpu(verify, save_dir):
+    """Refuse --fp16 without a GPU at once: fairseq does so after it has read the data, by an error of CUDA."""
+    common = getattr(_configuration(), "common", None)
+    flat = common and common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
+    if flat and (common.cpu or not torch.cuda.is_available()):
+        sys.exit("--fp16 must be used on a GPU, got a CPU: give --bf16 in its place, or leave it out")
+    verify(save_dir)
+
+
+def _lock_folder(folder: str) -> None:
+    """Lock a folder until `_lock` is closed or this process ends; where there are no locks, the log says so."""
     try:
-        yield unfinished
-        os.replace(unfinished, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(unfinished)
-        raise
+        import fcntl  # Windows has no such module
+
+        descriptor = os.open(folder, os.O_RDONLY)
+        _lock.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _lock.close()
+        got = f"got {folder}, where another training runs: give another, or wait for its end"
+        sys.exit(f"--save-dir must be used by one training at a time, {got}")
+    except (ImportError, OSError) as error:
+        logger.info("%s cannot be locked (%s): use it for one training at a time", folder, system_reason(error))
+
+
+def _configuration() -> Any:
+    """Return the configuration of the training that calls, of which fairseq passes only parts on; None for others."""
+    frame: FrameType | None = sys._getframe()
+    while frame and "cfg" not in frame.f_locals:
+        frame = frame.f_back
+    return frame and frame.f_locals["cfg"]
 
 
 def system_reason(error: BaseException) -> str:

@@ -1,11 +1,16 @@
 """Averages of weights over a training, and smoothed labels, are what their definitions say."""
 
+import errno
+import fcntl
+import signal
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 from fairseq.models import BaseFairseqModel
 from fairseq.optim import AMPOptimizer, FP16Optimizer
@@ -14,6 +19,7 @@ from fairseq.optim.sgd import SGD
 from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 from support.command_server import shared
+from support.small_text import training as flags_of
 from support.small_text import write_text
 
 from fairseq_fwp import patches
@@ -244,3 +250,86 @@ def test_a_resumed_training_counts_its_patience(train, tmp_path):
     assert updates == [2, 3, 3, 4]
     log = (tmp_path / "run.log").read_text()
     assert log.count("training is finished with --patience 2, nothing is changed") == 1
+
+
+def test_another_process_saves_the_same_file(tmp_path, monkeypatch):
+    save, path = torch.save, tmp_path / "checkpoint.pt"
+
+    def save_after_the_other(obj, file):
+        monkeypatch.setattr(torch, "save", save)
+        checkpoint_utils.torch_persistent_save({"other": 1}, str(path))
+        save(obj, file)
+        assert torch.load(path) == {"other": 1}
+
+    monkeypatch.setattr(torch, "save", save_after_the_other)
+    monkeypatch.setattr(training, "ATTEMPTS", 1)
+    checkpoint_utils.torch_persistent_save({"own": 1}, str(path))
+    assert torch.load(path) == {"own": 1} and list(tmp_path.iterdir()) == [path]
+    (tmp_path / "file").touch()
+    assert path.stat().st_mode == (tmp_path / "file").stat().st_mode
+
+
+def begin(folder, no_save=False):
+    """Begin a training in this process, as fairseq does."""
+    cfg = SimpleNamespace(checkpoint=SimpleNamespace(no_save=no_save))  # read from here
+    checkpoint_utils.verify_checkpoint_directory(str(folder))
+    return cfg
+
+
+@pytest.fixture
+def commands(tmp_path):
+    """A function commands(*flags) -> exit status of a training of one update in the folder save, and its output."""
+    arguments = flags_of(write_text(tmp_path / "data"), tmp_path / "save", "samples", "--max-update", 1)
+
+    def run(*flags, **how):
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        return shared().run("fairseq-train", *arguments, *flags, log=log, **how), log.read_text()
+
+    return run
+
+
+def test_a_folder_has_one_training(commands, tmp_path):
+    """Another one is refused at once, before it writes, unless it saves nothing."""
+    folder, log = tmp_path / "save", tmp_path / "its own log"
+
+    def training_that_fails():
+        begin(folder)
+        begin(folder)  # the next one of this process
+        sentence = f"--save-dir must be used by one training at a time, got {folder}, where another training runs"
+        assert commands("--log-file", log) == (1, f"{sentence}: give another, or wait for its end\n")
+        assert not list(folder.iterdir()) and not log.read_text()
+        assert commands("--no-save")[0] == 0 and not list(folder.iterdir())
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        training.free_folder(training_that_fails)
+    assert commands("--no-save", processes=2)[0] == 0
+    assert commands(processes=2)[0] == 0 and (folder / "checkpoint_last.pt").exists()
+
+
+def test_a_killed_training_frees_its_folder(commands):
+    """Its workers, which have copies of what it has open, end some seconds later."""
+    saving = ["--max-update", 9, "--save-interval-updates", 1]
+    workers = ["--num-workers", 2, "--batch-size", 1, "--data-buffer-size", 1]
+    assert commands(*saving, *workers, die_at="save 1")[0] == -signal.SIGKILL
+    assert commands()[0] == 0
+
+
+def test_a_folder_without_locks(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with caplog.at_level("INFO"):
+        begin(tmp_path)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path} cannot be locked (No locks available): use it for one training at a time"
+    ]
+    begin(tmp_path / "none", no_save=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [["--fp16"], ["--fp16", "--no-save"]], ids=" ".join)
+def test_fp16_on_a_cpu_is_refused(commands, tmp_path, flags):
+    """Before the data is read, which is not there; in other forms it works."""
+    (tmp_path / "data" / "valid.idx").unlink()
+    status, said = commands(*flags)
+    assert (status, said) == (1, "--fp16 must be used on a GPU, got a CPU: give --bf16 in its place, or leave it out\n")
