@@ -15,7 +15,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 command -v npm > /dev/null || { echo "run.sh: npm must be installed, to get onnxruntime-web" >&2; exit 1; }
-[ -d "$root/runs/onnx/32" ] || bash "$root/recipes/onnx/run.sh"
+[ "$root/runs/onnx/32/model.json" -nt "$root/runs/quickstart/delta/checkpoint_best.pt" ] || bash "$root/recipes/onnx/run.sh"
 site=$root/runs/browser_demo
 mkdir -p "$site/model" "$site/ort"
 cp "$here/index.html" "$site"

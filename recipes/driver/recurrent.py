@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import ROOT, Parser, Request, request_of, whole_number
-from commands import CommandError, RecipeError, check_same, run, write
+from commands import CommandError, RecipeError, check_same, run, whole, write
 from data import tokens
 from data.prepare import SPLITS, Data, find, known_as, preprocess_text, read_lines, remove, unknown_shares
 from data.tokens import Tokenizer
@@ -67,7 +67,7 @@ def compose(arguments: list[str]) -> Recipe:
     )
     trainings = Trainings(request, source, args.rule, args.state_size, args.keep_softmax_layers)
     start = Stages(trainings, args.minutes)
-    models = [model for seed in request.seeds for model in trainings.of_seed(seed)]
+    models = trainings.of_all_seeds()
     measures = Measures(source, start, request)
     table = Losses(request.out, source, start, measures)
     return Recipe(request, models, source, start, [measures], table, "fwp-eval-lm", partial(sample, table))
@@ -263,9 +263,9 @@ class Trainings(NamedTuple):
         target = self.new_attention if name == ATTENTION else ""
         return Model(name, self.request.recipe / "conf" / f"{name}.yaml", folder, seed, before, target)
 
-    def of_seed(self, seed: int | None) -> list[Model]:
-        """Return the trainings of a seed, in their order."""
-        return [self.named(name, seed) for name in SHARES]
+    def of_all_seeds(self) -> list[Model]:
+        """Return the trainings of the first seed in their order, then those of the next one."""
+        return [self.named(name, seed) for seed in self.request.seeds for name in SHARES]
 
     def softmax(self, seed: int | None) -> str:
         """Return the softmax model that others start from and learn from: the adapted one, if that is better."""
@@ -421,18 +421,21 @@ class Losses(NamedTuple):
         return min(scored, key=lambda model: losses[model], default=None)
 
     def publish(self, model: Model) -> Path:
-        """Write the folder of a model for fairseq_fwp.load; return it."""
-        folder = self.out / "recurrent"
-        if not folder.is_dir():
-            target = ["--to", "safetensors", "--out", folder]
-            run(
-                "fwp-convert",
-                "--source",
-                "fwp-lm",
-                *self.source.vocabulary_flags,
-                model.folder / "checkpoint_best.pt",
-                *target,
-            )
+        """Write the folder of a model for fairseq_fwp.load, unless it has this model already; return it."""
+        folder, holds, checkpoint = (
+            self.out / "recurrent",
+            self.out / "recurrent.txt",
+            model.folder / "checkpoint_best.pt",
+        )
+        stat = checkpoint.stat()
+        name = f"{checkpoint.relative_to(self.out)} {stat.st_size} {stat.st_mtime_ns}\n"
+        if not (folder.is_dir() and holds.exists() and holds.read_text(encoding="utf-8") == name):
+            with whole(folder) as work:
+                source = ["--source", "fwp-lm", *self.source.vocabulary_flags]
+                run("fwp-convert", *source, checkpoint, "--to", "safetensors", "--out", work)
+                remove(holds)
+                remove(folder)
+            write(holds, name)
         return folder
 
 
@@ -459,7 +462,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def sample(table: Losses, model: Model) -> None:
     """Print three texts that the recurrent model writes after the first tokens of lines of the test text."""
     source, request = table.source, table.measures.request
-    best = table.best(table.start.trainings.of_seed(model.seed))
+    best = table.best(table.start.trainings.of_all_seeds())
     if best is None:
         raise RecipeError("a recurrent model must be evaluated first: run the stage evaluate.")
     lines = [line.split() for line in read_lines(source.folder / "text" / "test.txt") if line]

@@ -13,8 +13,11 @@ trained=$root/runs/quickstart
 mkdir -p "$out"
 for bits in 32 8; do
   quantize=(); [ $bits = 32 ] || quantize=(--quantize int8)
-  [ -d "$out/$bits" ] || run fwp-export "$trained/data/bin" --path "$trained/delta/checkpoint_best.pt" --out "$out/$bits" \
-    --bpe-codes "$trained/data/bpe/codes" ${quantize[@]+"${quantize[@]}"}
+  if [ ! "$out/$bits/model.json" -nt "$trained/delta/checkpoint_best.pt" ]; then # none, or of an earlier model
+    [ ! -f "$out/$bits/model.json" ] || rm -r "${out:?}/$bits"
+    run fwp-export "$trained/data/bin" --path "$trained/delta/checkpoint_best.pt" --out "$out/$bits" \
+      --bpe-codes "$trained/data/bpe/codes" ${quantize[@]+"${quantize[@]}"}
+  fi
   run python "$here/generate.py" "$out/$bits" "$(cat "$trained/prompt.txt")" --beam 3
   run python "$here/generate.py" "$out/$bits" --measure
   run python "$here/generate.py" "$out/$bits" --score "$trained/data/text/test.txt"

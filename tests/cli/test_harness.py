@@ -204,7 +204,9 @@ def test_the_tokens_of_a_tokenizer_are_the_words_of_the_dictionary(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "end": 1, "cat": 2, "[UNK]": 3}, "[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    made.enable_truncation(2)
+    made.enable_padding(length=9)
+    made.save(str(tmp_path / "tokenizer.json"))  # with settings that a text must not be read by
     dictionary = Dictionary()
     for word in ("3", "2", "0"):  # 1 is </s>
         dictionary.add_symbol(word)

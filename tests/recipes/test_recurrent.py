@@ -92,6 +92,36 @@ def test_the_table_compares_with_the_source(start, tmp_path):
     assert recipe.table.best(recipe.models).name == "words"
 
 
+def test_the_folder_holds_the_best_model(start, tmp_path, monkeypatch):
+    """Also after more seeds, or another training: what it held before goes, unless the conversion fails."""
+
+    def convert(*words):
+        assert words[-2] == "--out" and not words[-1].exists()
+        words[-1].mkdir(parents=True)
+        (words[-1] / "of").write_text(str(words[-5].relative_to(tmp_path / "out")))
+
+    def publish(*words):
+        table = start(*words).table
+        folder = table.publish(table.best(start(*words).models))
+        return (folder / "of").read_text()
+
+    monkeypatch.setattr(recurrent, "run", convert)
+    for seed, loss in ((1, 1.2), (2, 1.1)):
+        scored(tmp_path / "out" / "words" / f"seed_{seed}", valid=loss)
+        (tmp_path / "out" / "words" / f"seed_{seed}" / "checkpoint_best.pt").write_text(f"{seed}")
+    assert publish("--seeds", "1") == "words/seed_1/checkpoint_best.pt"
+    monkeypatch.setattr(recurrent, "run", lambda *words: pytest.fail("it is there"))
+    assert publish("--seeds", "1") == "words/seed_1/checkpoint_best.pt"
+    with pytest.raises(pytest.fail.Exception):
+        publish("--seeds", "2")
+    assert (tmp_path / "out" / "recurrent" / "of").read_text() == "words/seed_1/checkpoint_best.pt"
+    monkeypatch.setattr(recurrent, "run", convert)
+    assert publish("--seeds", "2") == "words/seed_2/checkpoint_best.pt"
+    (tmp_path / "out" / "words" / "seed_2" / "checkpoint_best.pt").write_text("another training")
+    (tmp_path / "out" / "recurrent" / "of").unlink()
+    assert publish("--seeds", "2") == "words/seed_2/checkpoint_best.pt"
+
+
 @looped(
     "log, says", [("a/train.txt: 9 sents, 99 tokens, 60.5% replaced (by <unk>)", "train.txt must be text in tokens of")]
 )
@@ -156,6 +186,10 @@ def test_tokenizers_of_folders(tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     read = tokens.read(tmp_path)
     assert list(read.encode("c ab  ab")) == [2, 1, 1] and read.decode([2, 1]) == "c ab"
+    made.enable_truncation(2)
+    made.enable_padding(length=40)
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert list(tokens.read(tmp_path).encode("c ab  ab")) == [2, 1, 1]
     (tmp_path / "vocab.txt").write_text("ab\n")
     assert tokens.read(tmp_path) is None
     (tmp_path / "vocab.txt").unlink()

@@ -41,6 +41,8 @@ def read_tokenizer(file: Path) -> Tokenizer:
         loaded = Loaded.from_file(str(file))
     except Exception as error:  # it has no exception of its own
         raise RecipeError(f"{file} must be a tokenizer of the package tokenizers: {error}.") from error
+    loaded.no_truncation()  # a text is read whole, whatever was saved with the tokenizer
+    loaded.no_padding()
     return Tokenizer(lambda text: loaded.encode(text, add_special_tokens=False).ids, loaded.decode)
 
 
