@@ -20,12 +20,15 @@ def unfinished(whole: Path) -> Iterator[Path]:
     """
     for leftover in whole.parent.glob(f"{PREFIX}*"):
         with _locked(leftover, wait=False) as alone:
-            # A living process locks its folder while that is still empty.
-            if alone and any(leftover.iterdir()):
+            if alone:
                 shutil.rmtree(leftover, ignore_errors=True)
-    new = tempfile.TemporaryDirectory(prefix=PREFIX, dir=whole.parent, ignore_cleanup_errors=True)
-    with new as folder, _locked(Path(folder), wait=True):
-        work = Path(folder, whole.name)
+    with contextlib.ExitStack() as stack:
+        folder: Path | None = None
+        while folder is None or not folder.exists():  # another process took it for a leftover before it was locked
+            new = tempfile.TemporaryDirectory(prefix=PREFIX, dir=whole.parent, ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(new))
+            stack.enter_context(_locked(folder, wait=True))
+        work = folder / whole.name
         yield work
         os.replace(work, whole)
 

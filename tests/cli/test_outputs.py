@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.pairwise import looped
 
+from fairseq_fwp import outputs
 from fairseq_fwp.cli import arguments, plot, write_whole
 from fairseq_fwp.cli.logs import Run
 from fairseq_fwp.convert.checkpoint import new_folder
@@ -91,6 +92,7 @@ def test_leftovers_of_killed_processes_alone_are_removed(tmp_path, monkeypatch):
     old.mkdir()
     subprocess.run([sys.executable, "-c", KILLED, out], check=False)
     (leftover,) = set(tmp_path.iterdir()) - {old}
+    (tmp_path / f"{outputs.PREFIX}of a process that wrote nothing").mkdir()
     with new_folder(out) as folder:
         (folder / "file").write_text("first")
         with new_folder(tmp_path / "other"):
@@ -100,6 +102,20 @@ def test_leftovers_of_killed_processes_alone_are_removed(tmp_path, monkeypatch):
     umask = os.umask(0o027)
     os.umask(umask)
     assert out.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_a_folder_that_is_taken_for_a_leftover_is_made_again(tmp_path, monkeypatch):
+    """Another process removes it in the moment before it is locked."""
+    locked = outputs._locked
+
+    def locked_late(folder, wait):
+        monkeypatch.setattr(outputs, "_locked", locked)
+        folder.rmdir()
+        return locked(folder, wait)
+
+    monkeypatch.setattr(outputs, "_locked", locked_late)
+    write_whole(tmp_path / "table", lambda path: path.write_text("whole"))
+    assert [path.name for path in tmp_path.iterdir()] == ["table"]
 
 
 def test_a_place_without_permission_is_refused_at_once(tmp_path, monkeypatch):
