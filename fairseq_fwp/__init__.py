@@ -20,24 +20,29 @@ __all__ = ["distillation", "load", "models", "modules", "ops", "synthetic", "tas
 
 
 def load(
-    path: str | os.PathLike[str], *, dictionary: str | os.PathLike[str] | None = None, source: str = "fwp-lm"
+    path: str | os.PathLike[str],
+    *,
+    dictionary: str | os.PathLike[str] | None = None,
+    source: str = "fwp-lm",
+    **options: object,
 ) -> "PretrainedModel":
     """Load a trained language model, in evaluation mode, float32, on the CPU.
 
     path: a checkpoint of fairseq-train, or a folder of `fwp-convert --to safetensors`;
     dictionary: dict.txt of the training, or its folder; None: dict.txt next to the weights;
-    source: what wrote them, as for fwp-convert: such as gpt2 or llama, with a folder of transformers.
+    source: what wrote them, as for fwp-convert: such as gpt2 or llama, with a folder of transformers;
+    options: those of fwp-convert for the source, such as end="[SEP]" and line_start="word".
 
-    Raises ValueError that names a missing or damaged file, the dictionary of another training, or a model that is not
-    known.
+    Raises ValueError that names a missing or damaged file, the dictionary of another training, or a model or an option
+    that is not known.
     """
-    if source == "fwp-lm":
+    if source == "fwp-lm" and not options:
         from fairseq_fwp import pretrained
 
         return pretrained.load(path, dictionary)
     from fairseq_fwp import convert
 
-    return convert.load(path, dictionary, source)
+    return convert.load(path, dictionary, source, options)
 
 
 def __getattr__(name: str) -> Any:

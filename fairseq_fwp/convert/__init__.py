@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fairseq_fwp.checks import check
 from fairseq_fwp.convert import checkpoint, conversion, fairseq, fla, folder, gpt2, llama, schlag, transformer_xl
+from fairseq_fwp.options import Settings
 from fairseq_fwp.pretrained.model import PretrainedModel
 
 SOURCES = {
@@ -29,13 +30,16 @@ TARGETS: dict[str, Callable[[conversion.Conversion, Path], None]] = {
 }
 
 
-def load(path: str | os.PathLike[str], dictionary: str | os.PathLike[str] | None, source: str) -> PretrainedModel:
+def load(
+    path: str | os.PathLike[str], dictionary: str | os.PathLike[str] | None, source: str, options: Settings
+) -> PretrainedModel:
     """Load a language model that other code has trained, converted in memory: see `fairseq_fwp.load`."""
     check(source in SOURCES, f"source must be one of {', '.join(SOURCES)}, got {source!r}")
     kind = SOURCES[source]
+    given = {name: kind.option(name, value) for name, value in options.items() if value is not None}
     tensors, settings = kind.read(Path(path))
     words = kind.words(Path(path), None if dictionary is None else Path(dictionary))
-    converted = kind.convert(tensors, words, conversion.Options(settings))
+    converted = kind.convert(tensors, words, conversion.Options({**settings, **given}))
     check(isinstance(converted.words, list), f"{path} must be a language model, got {converted.arch}: translation")
     model = checkpoint.build(converted).float()
     return PretrainedModel(model, converted.line_start, converted.flags.get("add_bos_token"))

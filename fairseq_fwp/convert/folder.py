@@ -7,6 +7,8 @@ dict.txt the words.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import count as counted
+from itertools import islice
 from pathlib import Path
 
 from fairseq.data import Dictionary
@@ -49,7 +51,10 @@ def words_of_tokens(name: str, sizes: Sequence[str], path: Path, vocabulary: Pat
     words = given_words(path, file)
     if len(words) > count:
         raise ValueError(f"{file} must have at most {count} words, vocab_size in {path / CONFIG}, got {len(words)}")
-    return words + [str(number) for number in range(len(words), count)]  # rows that only fill the table
+    # Rows that only fill the table get fairseq's names of such words, unless the vocabulary has them.
+    known = {*words}
+    fillers = (name for number in counted() if (name := f"madeupword{number:04d}") not in known)
+    return [*words, *islice(fillers, count - len(words))]
 
 
 def with_end(words: Sequence[str], options: Options) -> list[str]:

@@ -119,7 +119,8 @@ def find_device(name: str | None) -> torch.device:
 class Harness(TemplateLM):
     """A language model of this package as the harness wants it.
 
-    path, dictionary, source: as for `fairseq_fwp.load`: a checkpoint and the folder of its dictionary, or a folder;
+    path, dictionary, source, end, line_start: as for `fairseq_fwp.load`: a checkpoint and the folder of its dictionary,
+        or a folder, and options of its source;
     tokenizer: tokenizer.json or its folder, for a dictionary of numbers of tokens. Without it a text is words between
         spaces.
     bpe_codes: of subword-nmt, for a text of words;
@@ -135,6 +136,8 @@ class Harness(TemplateLM):
         path: str,
         dictionary: str | None = None,
         source: str = "fwp-lm",
+        end: str | None = None,
+        line_start: str | None = None,
         tokenizer: str | None = None,
         bpe_codes: str | None = None,
         max_length: int | None = None,
@@ -147,7 +150,8 @@ class Harness(TemplateLM):
                 raise ValueError(f"{name} must be a whole number above 0, got {number}")
         if tokenizer and bpe_codes:
             raise ValueError("tokenizer must be left out with bpe_codes, which are for a text of words")
-        loaded = fairseq_fwp.load(path, dictionary=dictionary, source=source)
+        of_source = {name: value for name, value in (("end", end), ("line_start", line_start)) if value is not None}
+        loaded = fairseq_fwp.load(path, dictionary=dictionary, source=source, **of_source)
         self._device = find_device(device)
         self.decoder, self.dictionary = loaded.to(self._device).model.decoder, loaded.dictionary
         self.beginning = loaded.beginning

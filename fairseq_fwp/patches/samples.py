@@ -151,7 +151,10 @@ def refuse_impossible_tokens(generate, self, models, sample, **kwargs):
 
 @patch("fairseq.tasks.language_modeling.LanguageModelingTask.inference_step")
 def separate_prompts(inference_step, self, generator, models, sample, prefix_tokens=None, constraints=None):
-    """Continue each prompt by itself: fairseq shares --max-len-a in a batch, and drops all first symbols or none."""
+    """Continue each prompt by itself: fairseq shares --max-len-a in a batch, and drops all first symbols or none.
+
+    It also drops what follows a </s> in a prompt, which is refused here.
+    """
     tokens, lengths = (sample["net_input"][name] for name in ("src_tokens", "src_lengths"))
     limited = getattr(generator, "max_len_a", 0) or getattr(generator, "match_source_len", False)
     if limited and len(lengths.unique()) > 1:
@@ -167,7 +170,19 @@ def separate_prompts(inference_step, self, generator, models, sample, prefix_tok
     start = tokens[:, :1].eq(dictionary.bos() if getattr(self.args, "add_bos_token", False) else dictionary.eos())
     if prefix_tokens is None and start.any():
         prefix_tokens = torch.where(start, F.pad(tokens[:, 1:], (0, 1), value=dictionary.pad()), tokens)
+    if hasattr(generator, "beam_size"):  # else it scores
+        _refuse_lost_words(dictionary, tokens if prefix_tokens is None else prefix_tokens)
     return inference_step(self, generator, models, sample, prefix_tokens, constraints)
+
+
+def _refuse_lost_words(dictionary: Any, prompts: torch.Tensor) -> None:
+    """Raise ValueError for words after </s>, where a continuation ends; prompts (B, L), padded at their ends."""
+    eos, after = dictionary.eos(), prompts[:, 1:]
+    lost = prompts.eq(eos).cumsum(1)[:, :-1].bool() & after.ne(eos) & after.ne(dictionary.pad())
+    if lost.any():
+        words = (dictionary[token] for token in prompts[lost.any(1)][0].tolist() if token != dictionary.pad())
+        got = f"got {' '.join(words)[:80]!r}: give each line as a prompt of its own"
+        raise ValueError(f"a prompt must not have words after {dictionary[eos]}, where a continuation ends, {got}")
 
 
 @patch("fairseq.sequence_generator.SequenceGenerator._prefix_tokens")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 import re
 import runpy
@@ -362,6 +363,22 @@ def test_files_that_cannot_be_read(folder, tmp_path):
     assert "model.onnx must be a graph that onnxruntime" in says(tmp_path / "other", "w1")
     (tmp_path / "other/dict.txt").unlink()
     assert "without dict.txt" in says(tmp_path / "other", "w1")
+
+
+def test_words_that_a_model_cannot_predict_do_not_differ(models, folder, monkeypatch):
+    """Both scores are minus infinity, as in converted models whose source lacks a symbol of fairseq."""
+    _, model, _ = models
+    softmax = model.decoder.adaptive_softmax
+    exact = softmax.get_log_prob
+    monkeypatch.setattr(
+        softmax, "get_log_prob", lambda x, _: exact(x, None).index_fill(-1, torch.tensor([1]), -math.inf)
+    )
+    tokens = torch.randint(2, len(model.decoder.dictionary), (3, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        log_probs = softmax.get_log_prob(model.decoder.step(tokens, None, 0)[0], None)
+    for found, difference in ((log_probs, 0), (log_probs + 0.5, 0.5), (log_probs.clamp(min=-99), math.inf)):
+        monkeypatch.setattr(export, "read_pieces", lambda *_, found=found: found)
+        assert export.compare(model, folder / "exported", [], [], True) == pytest.approx(difference, abs=1e-5)
 
 
 def test_refusals(folder, tmp_path, monkeypatch):

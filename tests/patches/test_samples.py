@@ -110,6 +110,25 @@ def test_a_prompt_does_not_depend_on_its_batch(model, settings, bos):
         assert all(len(tokens) > settings["min_len"] for tokens, _ in alone) or "max_len_a" in settings
 
 
+@looped("text", ["w1 </s> w3", "</s> w1 </s> </s> w2", "w1 </s> <s>"])
+def test_words_after_an_end_are_not_dropped(model, text):
+    """A prompt may end with </s>, but a continuation ends there: fairseq drops what follows, or has an assertion."""
+    task = LanguageModelingTask(Namespace(add_bos_token=False), model.decoder.dictionary)
+    generator = task.build_generator([model], Namespace(beam=2, max_len_b=9))
+    for line, says in (
+        ("w1 w2 </s> </s>", None),
+        (text, f"must not have words after </s>, .* got {text.lstrip('</s> ')!r}"),
+    ):
+        lines = [task.dictionary.encode_line(line, add_if_not_exist=False).long() for line in ("w5", line)]
+        batch = task.build_dataset_for_inference(lines, [len(line) for line in lines])
+        batch = batch.collater([batch[0], batch[1]])
+        if says is None:
+            assert len(task.inference_step(generator, [model], batch)) == 2
+        else:
+            with pytest.raises(ValueError, match=says):
+                task.inference_step(generator, [model], batch)
+
+
 def test_a_model_prepared_for_inference_is_evaluated(model):
     model.prepare_for_inference_(OmegaConf.create({"generation": {}}))
     copied = copy.deepcopy(model)
