@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from fairseq_fwp.checks import look_up
-from fairseq_fwp.convert.checkpoint import SEED, build, build_empty, make_task
+from fairseq_fwp.convert.checkpoint import build, build_empty, make_task
 from fairseq_fwp.convert.conversion import Conversion, Option
 from fairseq_fwp.evaluation.scoring import kl_divergence
 from fairseq_fwp.models.attention_options import AttentionOptions, flag
@@ -33,6 +33,7 @@ from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, LinearAt
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, MambaDecay
 from fairseq_fwp.options import Settings
+from fairseq_fwp.pretrained.checkpoint import SEED
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """fairseq_fwp.load: the model that fairseq has, to the bit, from a checkpoint or a folder."""
 
 import json
+import os
 import re
 import shutil
 from argparse import Namespace
@@ -157,6 +158,65 @@ def test_files_that_are_refused(saved, tmp_path):
         with pytest.raises(ValueError, match=says) as raised:
             fairseq_fwp.load(file, **options)
         assert "\n" not in str(raised.value)
+
+
+def test_hostile_folders_are_refused_before_they_take_memory(tmp_path):
+    """A pipe would block, /dev/zero never ends, and 2**40 features are drawn without a weight that has their size."""
+    path, folder = save(tmp_path, "sum_favor")[1], tmp_path / "folder"
+    main(["--source", "fwp-lm", str(path), "--to", "safetensors", "--out", str(folder)])
+    config = folder / "config.json"
+    settings = json.loads(config.read_text())
+    for says, changes in {
+        "vocab_size in .* must be at most 50, the greatest size": {"vocab_size": 2**40},
+        r"decoder_layers in the settings must be at most \d+ with these weights, got 1,0": {"decoder_layers": 2**40},
+        "favor_features in the settings must be at most": {"favor_features": 2**40},
+        "model of the .* numbers of the weights, got one of": {"decoder_ffn_embed_dim": 2**40},
+        "the model that the options describe cannot be built": {"decoder_ffn_embed_dim": 2**62},
+    }.items():
+        config.write_text(json.dumps(settings | changes))
+        with pytest.raises(ValueError, match=says) as raised:
+            fairseq_fwp.load(folder)
+        assert "\n" not in str(raised.value)
+    config.write_text("[" * 10**5)
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: maximum recursion depth"):
+        fairseq_fwp.load(folder)
+    config.write_text(json.dumps(settings))
+    for file in (folder / "dict.txt", config, folder / "model.safetensors"):
+        file.unlink()
+        for make in (os.mkfifo, lambda file: file.symlink_to("/dev/zero")):
+            make(file)
+            with pytest.raises(ValueError, match=rf"{file.name} must be a regular file, got a device or a pipe"):
+                fairseq_fwp.load(folder)
+            file.unlink()
+        file.write_text(json.dumps(settings) if file == config else "w0 1\n")
+
+
+@pytest.mark.parametrize("to", ["fairseq", "safetensors"])
+def test_weights_and_buffers_that_are_not_of_the_model(tmp_path, to):
+    """A lost seed of random features is not drawn again, and a lost mask not taken for none."""
+    path, out = save(tmp_path, "sum_favor")[1], tmp_path / "out"
+    main(["--source", "fwp-lm", str(path), "--to", to, "--out", str(out)])
+    file = out / ("checkpoint.pt" if to == "fairseq" else "model.safetensors")
+    saved = torch.load(file, weights_only=False) if to == "fairseq" else {"model": load_file(file)}
+    seed, bias = "decoder.layers.1.self_attn.feature_map.seed", "decoder.adaptive_softmax.bias"
+    for name, change, says in (
+        (seed, None, "is missing"),
+        (bias, None, "is missing"),
+        (seed, torch.Tensor.float, "must be torch.int64, got torch.float32"),
+        (bias, torch.Tensor.int, "must be floating-point of 16 bits or more, got torch.int32"),
+        (bias, lambda x: x.fill_(torch.inf), "must have finite numbers, got NaN or infinity"),
+        ("decoder.layers.0.fc1.weight", lambda x: x.log(), "must have finite numbers, got NaN or infinity"),
+    ):
+        weights = {key: x.clone() for key, x in saved["model"].items()}
+        given = weights.pop(name)
+        weights |= {} if change is None else {name: change(given)}
+        if to == "fairseq":
+            torch.save(saved | {"model": weights}, file)
+        else:
+            save_file(weights, file)
+        with pytest.raises(ValueError, match=f"{re.escape(name)} {says}"):
+            fairseq_fwp.load(file if to == "fairseq" else out)
+        refused(main, "--source", "fwp-lm", file if to == "fairseq" else out, "--out", tmp_path / "no", says=says)
 
 
 def test_weights_in_several_files(saved, tmp_path):

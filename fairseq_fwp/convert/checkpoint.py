@@ -21,7 +21,7 @@ from fairseq_fwp.convert.conversion import Conversion
 from fairseq_fwp.outputs import unfinished
 from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 from fairseq_fwp.patches.training import system_reason
-from fairseq_fwp.pretrained.checkpoint import SEED, check_fit, fill
+from fairseq_fwp.pretrained.checkpoint import build_filled, check_fit, sketch
 from fairseq_fwp.pretrained.dictionary import DICTIONARY, make_dictionary
 from fairseq_fwp.tasks.lines import LINES
 
@@ -144,15 +144,10 @@ def build(conversion: Conversion, cfg: FairseqDataclass | None = None, task: Nam
 
     cfg, task: of the model; None: as the flags say.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model: nn.Module = build_empty(conversion, cfg, task)
-    fill(model, conversion.weights)
-    return model
+    return build_filled(lambda: build_empty(conversion, cfg, task), conversion.weights, conversion.flags)
 
 
 def check(conversion: Conversion) -> None:
     """Check that the weights fit the model of the flags, built on the meta device; raise ValueError otherwise."""
-    with torch.device("meta"):
-        model = build_empty(conversion)
+    model = sketch(lambda: build_empty(conversion), conversion.weights, conversion.flags)
     check_fit(model, conversion.weights)

@@ -1,6 +1,7 @@
 """What a conversion reads and gives: sources, their options and tensors, and the converted model."""
 
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from itertools import count, takewhile
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fairseq_fwp.ops.arguments import DTYPES
 from fairseq_fwp.options import Settings
+from fairseq_fwp.pretrained.checkpoint import is_finite
 from fairseq_fwp.pretrained.folder import CONFIG
 
 # Words of a language model, or of each language in translation.
@@ -58,6 +60,20 @@ class Source(NamedTuple):
     words: Callable[[Path, Path | None], Words]
     arch: str = "fwp_lm"
 
+    def option(self, name: str, value: object) -> object:
+        """Return an option's value, as the command line gives it. Raises ValueError for one that it cannot have."""
+        known = {option.replace("-", "_"): kind for option, kind in self.options.items()}
+        if name not in known:
+            among = f"among {', '.join(known)}" if known else "left out with this source"
+            raise ValueError(f"options must be {among}, got {name}")
+        kind = known[name].type
+        try:
+            if kind is bool and not isinstance(value, bool):
+                raise ValueError("it is true or false")
+            return value if kind is bool else kind(str(value))
+        except (ArgumentTypeError, ValueError) as error:
+            raise ValueError(f"{name} must be a value of this option, got {value!r}: {error}") from error
+
 
 class Options(Settings):
     """The known options of a conversion: given on the command line, or else saved with the checkpoint."""
@@ -92,6 +108,8 @@ class Tensors(dict[str, Tensor]):
         if tensor.dtype not in DTYPES:
             quantised = "quantised weights, as those of 8 bits, cannot be converted"
             raise ValueError(f"{name} must be floating-point, got {tensor.dtype}: {quantised}")
+        if not is_finite(tensor):
+            raise ValueError(f"{name} must have finite numbers, got NaN or infinity: its training has failed")
         del self[name]
         return tensor
 

@@ -27,6 +27,7 @@ from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.options import Settings, word
 from fairseq_fwp.patches.checkpoints import KEY
 from fairseq_fwp.pretrained import OF_TASK, line_start, read_ours
+from fairseq_fwp.pretrained.checkpoint import MARKS
 from fairseq_fwp.pretrained.checkpoint import read as read_checkpoint
 from fairseq_fwp.pretrained.dictionary import check_words, dictionary_words, read_words
 
@@ -42,9 +43,6 @@ REFUSED = {
     "scale_resids": "its residual connections have scales",
     "decoder_xformers_att_config": "its attention is of xFormers",
 }
-
-# fairseq saves these next to the weights: version numbers, and empty tensors that carry a dtype.
-MARKS = re.compile(r"(en|de)coder\.((adaptive_softmax\.)?version|.*\b_float_tensor)")
 
 # The weights of a language model; queries, keys and values are one tensor in the first versions, as here.
 NAMES = {
@@ -112,7 +110,7 @@ def convert_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options
     remaining, version = Tensors(without_marks(tensors)), tensors.get("decoder.version", torch.ones(1))
     output = adaptive_flags if options.get("adaptive_softmax_cutoff") is not None else plain_flags
     flags = {**common_flags(options, float(version[0])), **output(remaining, options, len(words))}
-    weights: dict[str, Tensor] = {}
+    weights = {"decoder.adaptive_softmax.bias": torch.zeros(len(words) + len(Dictionary()))}
     for layer in (f"decoder.layers.{index}.self_attn" for index in range(options["decoder_layers"])):
         for part in ("weight", "bias"):
             if f"{layer}.in_proj_{part}" not in remaining:

@@ -13,7 +13,9 @@ from torch import Tensor
 from fairseq_fwp.convert import transformer_xl as xl
 from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, Tensors
 from fairseq_fwp.convert.vocabulary import arrange, given_words
+from fairseq_fwp.modules.feature_maps import SEED_RANGE
 from fairseq_fwp.options import Settings
+from fairseq_fwp.pretrained.checkpoint import SEED
 
 OPTIONS = {
     **xl.OPTIONS,
@@ -96,10 +98,14 @@ def convert_fast_weights(tensors: Tensors, words: list[str], options: Options, a
         weights = dict(xl.separate_queries(tensors, layers))
     notes = vocabulary.notes
     if attn_type.feature_map == "favor":
-        matrices = tensors.numbered(MATRIX)
-        for index, name in enumerate(matrices):  # (d, m) there
-            weights[f"{xl.ATTENTION.format(index)}feature_map.projection"] = tensors.take(name).t()
-        if not matrices:
+        drawn, seeds = MATRIX.format(0) not in tensors, torch.Generator().manual_seed(SEED)
+        for index in range(layers):
+            feature_map = f"{xl.ATTENTION.format(index)}feature_map."
+            weights[f"{feature_map}seed"] = torch.randint(SEED_RANGE, (), generator=seeds)
+            weights[f"{feature_map}draws"] = torch.ones((), dtype=torch.int64)
+            if not drawn:  # (d, m) there
+                weights[f"{feature_map}projection"] = tensors.take(MATRIX.format(index)).t()
+        if drawn:
             note = "the state dict lacks dec_attn.proj_matrix: random features are drawn again, so losses differ"
             notes = [note, *notes]
     if options.get("carry_over_fast_weight"):

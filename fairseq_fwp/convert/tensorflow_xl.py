@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fairseq_fwp.convert.conversion import Tensors
 from fairseq_fwp.options import Settings
+from fairseq_fwp.patches.data import check_file
 
 EXPORT = (
     'make one where TensorFlow is installed with: python -c "import numpy, tensorflow as tf; c = '
@@ -90,6 +91,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 def read_variables(path: Path) -> dict[str, Tensor]:
     """The variables by name, without the optimizer's. Raises ValueError for a damaged or different file."""
+    check_file(path)
     if path.is_file() and not is_zipfile(path):
         raise ValueError(f"{path} must be a complete .npz, got a truncated or different file; {EXPORT}")
     try:
@@ -108,7 +110,7 @@ def read_variable(file: np.lib.npyio.NpzFile, name: str) -> Tensor:
     """A variable of the file. Raises ValueError that names a variable without numbers or of wrong dimensions."""
     try:
         tensor = torch.from_numpy(file[name])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, MemoryError) as error:
         raise ValueError(f"{name} must be an array of numbers, got none ({error}): {EXPORT}") from error
     dimensions = "2 or 3" if name in BIASES else "2" if name.endswith(MATRICES) else "1"
     if str(tensor.dim()) not in dimensions or not tensor.numel():

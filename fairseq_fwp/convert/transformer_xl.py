@@ -19,6 +19,7 @@ from fairseq_fwp.convert.conversion import Conversion, Option, Options, Source, 
 from fairseq_fwp.convert.vocabulary import Vocabulary
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.options import Settings
+from fairseq_fwp.patches.data import check_file
 from fairseq_fwp.pretrained.checkpoint import unpickle
 
 OPTIONS = {
@@ -76,11 +77,12 @@ def read_saved(folder: Path) -> Settings:
     """The options that the training wrote into log.txt, one line ` - name : value` each; none without that file."""
     path = folder / "log.txt"
     values: Settings = {}
+    check_file(path)
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for name, value in re.findall(r"^ {4}- (\w+) : (.*)$", text, re.MULTILINE):
         try:
             values[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
             values[name] = value
     return values
 

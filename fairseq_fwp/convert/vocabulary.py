@@ -8,6 +8,8 @@ from fairseq.data import Dictionary
 from torch import Tensor
 
 from fairseq_fwp.convert.conversion import Tensors
+from fairseq_fwp.patches.data import check_file
+from fairseq_fwp.pretrained.dictionary import MOST_WORDS
 
 # Names of fairseq's special symbols in vocabularies; the first one in a vocabulary counts. <S> and <UNK> are LM1B's.
 START, PADDING = ("<s>",), ("<pad>",)
@@ -91,6 +93,7 @@ def given_words(checkpoint: Path, vocabulary: Path | None) -> list[str]:
     """Return the words of a checkpoint that does not hold them: the first word of each line of the given file."""
     if vocabulary is None:
         raise ValueError(f"--vocabulary must be given: {checkpoint} does not hold its words")
+    check_file(vocabulary, MOST_WORDS)
     try:
         lines = vocabulary.read_bytes().decode("utf-8-sig").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -14,14 +14,17 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from fairseq_fwp.options import plain
+from fairseq_fwp.options import as_given, plain, setting, word
+from fairseq_fwp.patches.data import check_file
 from fairseq_fwp.patches.patch import patch
 
 TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # the environment variable of torch 2.6 and later
 KEY = "dictionary_fingerprints"
 REMEDY = "copy it again, or use another checkpoint of the same folder"
 OLD_KEY = "dictionaries"  # where HuBERT keeps its dictionaries, as a list
+BEGINNING = ("line_start", "add_bos_token")  # settings of tasks that say what a model reads first
 logger = logging.getLogger(__name__)
 
 
@@ -29,14 +32,48 @@ logger = logging.getLogger(__name__)
 def load_weights_only(load, f, map_location=None, pickle_module=None, **kwargs):
     """Load weights only, unless the user trusts the file: torch 2.4 and 2.5 run code that is pickled in it."""
     if kwargs.get("weights_only") is None and pickle_module is None:
-        kwargs["weights_only"] = os.environ.get(TRUST, "").lower() not in ("1", "y", "yes", "true")  # torch's words
+        kwargs["weights_only"] = not trusted()
     return load(f, map_location, pickle_module, **kwargs)
+
+
+def trusted() -> bool:
+    """Return whether the user trusts all files of torch.save."""
+    return os.environ.get(TRUST, "").lower() in ("1", "y", "yes", "true")  # torch's words
+
+
+class NotStoredError(ValueError):
+    """A file of torch.save does not hold all numbers of its tensors."""
+
+
+def check_stored(path: str | os.PathLike[str]) -> None:
+    """Raise `NotStoredError` for tensors with more places than the file has numbers: they could take any memory.
+
+    Few numbers may stand for many places, and loading adds those that are missing. So tensors are loaded without their
+    numbers. Raises also what torch.load raises for a damaged file.
+    """
+    if trusted():
+        return
+    other = f"{path} must hold a tensor for every name, got other objects, such as sparse, nested or quantised tensors"
+    try:
+        loaded = torch.load(path, map_location="meta", weights_only=True)
+    except NotImplementedError as error:  # of nested and quantised tensors
+        raise NotStoredError(other) from error
+    size = os.path.getsize(path)
+    for x in filter(torch.is_tensor, tree_leaves(loaded)):
+        if x.layout != torch.strided:
+            raise NotStoredError(other)
+        if (needed := x.numel() * x.element_size()) > min(x.untyped_storage().nbytes(), size):
+            got = f"one of the shape {tuple(x.shape)}, which needs {needed:,} bytes, in a file of {size:,} bytes"
+            raise NotStoredError(f"{path} must hold a number for every place of its tensors, got {got}")
 
 
 @patch("fairseq.checkpoint_utils.load_checkpoint_to_cpu")
 def explain_other_files(load, path, *args, **kwargs):
     """Name a file that is cut short, or no checkpoint: fairseq shows an error of the zip or pickle reader."""
+    check_file(path)
     try:
+        if os.path.isfile(path):
+            check_stored(path)
         state = load(path, *args, **kwargs)
         state["model"]  # fairseq asks for it later
         return state
@@ -51,6 +88,8 @@ def explain_other_files(load, path, *args, **kwargs):
         size = os.path.getsize(path) if os.path.exists(path) else 0
         got = f"a truncated or different file of {size:,} bytes: {REMEDY}"
         raise RuntimeError(f"{path} must be a complete checkpoint, got {got}") from error
+    except NotStoredError:
+        raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         checkpoint = None
         with contextlib.suppress(Exception):  # a damaged pickle may raise anything
@@ -86,6 +125,20 @@ def remember_options(state: dict[str, Any], cfg: Any, path: str, overridden: boo
     options = getattr(cfg, "model", None)
     if options is not None and isinstance(state.get("model"), OrderedDict):
         state["model"].saved = Saved(path, plain(options), overridden)
+
+
+@patch("fairseq.checkpoint_utils.load_model_ensemble_and_task")
+def warn_of_another_beginning(load, filenames, *args, **kwargs):
+    """Warn of a task that reads another word first than in training: fairseq takes the task of the command's flags."""
+    models, cfg, task = load(filenames, *args, **kwargs)
+    given = task.args if task.cfg is None else task.cfg
+    for name in BEGINNING:
+        trained, now = (word(setting(settings, name, None)) or None for settings in (cfg.task, given))
+        if trained != now:
+            theirs, ours = as_given(name, trained), as_given(name, now)
+            remedy = f"give --task {setting(cfg.task, '_name', None)} and its flags to read it as in training"
+            logger.warning(f"{filenames[-1]} was trained with {theirs}, but reads the text with {ours}: {remedy}")
+    return models, cfg, task
 
 
 @patch("fairseq.checkpoint_utils.load_checkpoint")

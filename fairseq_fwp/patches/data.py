@@ -14,6 +14,7 @@ import numpy as np
 from fairseq_fwp.patches.patch import patch
 
 PREPROCESS = "run fairseq-preprocess again, or copy its folder again"
+MOST = 2**20  # numbers, letters and bits of the value of an option
 PART = 2**24  # words that are compared at once: a comparison needs a byte for each
 INDEXED = "fairseq.data.indexed_dataset.MMapIndexedDataset"
 OPTION = "the value of an option must be a number, a string, a list or a dictionary of them, got"
@@ -108,6 +109,19 @@ def save_repeated_words(save, self, f, entries):
     return save(self, f, marked())
 
 
+def check_file(path: str | os.PathLike[str], most: int | None = None) -> None:
+    """Raise ValueError for a device or a pipe, which may never end, and for a file of more than `most` bytes.
+
+    A path that leads nowhere or to a folder is left to the caller, who opens it.
+    """
+    if not os.path.exists(path) or os.path.isdir(path):
+        return
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} must be a regular file, got a device or a pipe: copy its content into a file")
+    if most is not None and (size := os.path.getsize(path)) > most:
+        raise ValueError(f"{path} must have at most {most:,} bytes, got {size:,}: it is another file")
+
+
 @patch(f"{INDEXED}.Index.__del__")
 @patch(f"{INDEXED}.__del__")
 def close_what_is_open(close, self):
@@ -181,23 +195,53 @@ def evaluate(text: str) -> Any:
     if not isinstance(text, str):
         raise TypeError(f"the argument of evaluate must be a string, got {type(text).__name__}")
     try:
-        return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        if len(text) > MOST:
+            raise _too_long(text)
+        return Evaluation().value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, OverflowError, MemoryError, RecursionError) as error:
         raise ValueError(f"{OPTION} {text[:80]!r}: {REMEDY}") from error
 
 
-def _value(node: ast.AST) -> Any:
-    match node:
-        case ast.Constant():
-            return node.value
-        case ast.Tuple() | ast.List():
-            return (tuple if isinstance(node, ast.Tuple) else list)(map(_value, node.elts))
-        case ast.Dict() if None not in node.keys:
-            return dict(zip(map(_value, filter(None, node.keys)), map(_value, node.values), strict=True))
-        case ast.UnaryOp(op=ast.USub()):
-            return -_value(node.operand)
-        case ast.BinOp(op=ast.Add()):
-            return _value(node.left) + _value(node.right)
-        case ast.BinOp(op=ast.Mult()):
-            return _value(node.left) * _value(node.right)
-    raise ValueError(f"{OPTION} the code {ast.unparse(node)!r}, which is not run: {REMEDY}")
+class Evaluation:
+    """One evaluation of a text: sums and products have room for `MOST` numbers, letters and bits, all together."""
+
+    room = MOST
+
+    def value(self, node: ast.AST) -> Any:
+        """Return the value of a part of the text. Raises ValueError for code, and without room."""
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Tuple() | ast.List():
+                return (tuple if isinstance(node, ast.Tuple) else list)(map(self.value, node.elts))
+            case ast.Dict() if None not in node.keys:
+                return dict(zip(map(self.value, filter(None, node.keys)), map(self.value, node.values), strict=True))
+            case ast.UnaryOp(op=ast.USub()):
+                return -self.value(node.operand)
+            case ast.BinOp(op=ast.Add() | ast.Mult() as operation):
+                left, right = self.value(node.left), self.value(node.right)
+                times = next((x for x in (left, right) if type(x) is int), 0)
+                repeats = isinstance(operation, ast.Mult) and not all(isinstance(x, int | float) for x in (left, right))
+                self.room -= (_size(left) + _size(right)) * (max(times, 1) if repeats else 1)
+                if self.room < 0:
+                    raise _too_long(ast.unparse(node))
+                return left * right if isinstance(operation, ast.Mult) else left + right
+        raise ValueError(f"{OPTION} the code {ast.unparse(node)!r}, which is not run: {REMEDY}")
+
+
+def _too_long(text: str) -> ValueError:
+    return ValueError(
+        f"the value of an option must have at most {MOST:,} numbers and letters, got {text[:80]!r}: {REMEDY}"
+    )
+
+
+def _size(value: Any) -> int:
+    """Return how many numbers, letters and bits a value has."""
+    match value:
+        case dict():
+            return 1 + sum(map(_size, [*value, *value.values()]))
+        case list() | tuple():
+            return 1 + sum(map(_size, value))
+        case str() | bytes():
+            return 1 + len(value)
+    return 1 + value.bit_length() if isinstance(value, int) else 1

@@ -7,18 +7,18 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from fairseq_fwp.checks import check
+from fairseq_fwp.decoding import STARTS
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.options import Settings, word
 from fairseq_fwp.patches.checkpoints import KEY, take_fingerprints
 from fairseq_fwp.pretrained import folder
-from fairseq_fwp.pretrained.checkpoint import SEED, fill, read
+from fairseq_fwp.pretrained.checkpoint import build_filled, read
 from fairseq_fwp.pretrained.dictionary import check_words, dictionary_words, make_dictionary
 from fairseq_fwp.pretrained.model import PretrainedModel
 
@@ -32,7 +32,8 @@ def load(path: str | os.PathLike[str], dictionary: str | os.PathLike[str] | None
     """Load a language model of this package, in evaluation mode, float32, on the CPU: see `fairseq_fwp.load`."""
     weights, settings = read_ours(Path(path))
     words = dictionary_words(Path(path), None if dictionary is None else Path(dictionary))
-    return PretrainedModel(build(weights, settings, words).float(), line_start(settings))
+    model = build(weights, settings, words).float()
+    return PretrainedModel(model, line_start(settings), settings.get("add_bos_token"))
 
 
 def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:
@@ -51,9 +52,9 @@ def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:
 
 
 def line_start(settings: Settings) -> str | None:
-    """Return what the model reads first in each line, as in tasks/lines.py; None if its text was a stream."""
+    """Return what the model reads first in each line, one of STARTS; None if its text was a stream."""
     start = word(settings.get("line_start"))
-    check(start in (None, "end", "word"), f"line_start in the settings must be end or word, got {start!r}")
+    check(start in (None, *STARTS), f"line_start in the settings must be {' or '.join(STARTS)}, got {start!r}")
     return None if start is None else str(start)
 
 
@@ -69,10 +70,7 @@ def build(weights: dict[str, Tensor], settings: Settings, words: list[str]) -> L
         cfg = OmegaConf.merge(options, {**OF_TASK, **saved})
     except OmegaConfBaseException as error:
         raise ValueError(f"the settings of the model cannot be read: {str(error).splitlines()[0]}") from error
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model: LanguageModel = kind.build_model(cfg, task)
-    fill(model, weights)
+    model: LanguageModel = build_filled(lambda: kind.build_model(cfg, task), weights, saved)
     return model
 
 

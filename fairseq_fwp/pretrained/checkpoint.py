@@ -1,26 +1,44 @@
 """The one reader of the checkpoints of fairseq-train: `read(path)` gives settings and weights, and builds the model."""
 
+import logging
 import os
 import pickle
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from math import inf
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from fairseq import checkpoint_utils
 from fairseq.dataclass.configs import FairseqConfig
-from fairseq.models import ARCH_MODEL_NAME_REGISTRY, BaseFairseqModel
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, BaseFairseqModel
 from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from fairseq_fwp.models.language_model import TrainedModel
 from fairseq_fwp.ops.arguments import DTYPES
 from fairseq_fwp.options import Settings
-from fairseq_fwp.patches.checkpoints import KEY, REMEDY, TRUST, remember_options, take_fingerprints
+from fairseq_fwp.patches.checkpoints import (
+    KEY,
+    REMEDY,
+    TRUST,
+    NotStoredError,
+    check_stored,
+    remember_options,
+    take_fingerprints,
+)
+from fairseq_fwp.patches.data import check_file
 
+Model = TypeVar("Model", bound=nn.Module)
+SLACK = 2**20  # numbers that a small model may have besides its weights, such as random features
+# fairseq saves these next to the weights: version numbers, and empty tensors that carry a dtype.
+MARKS = re.compile(r"(en|de)coder\.((adaptive_softmax\.)?version|.*\b_float_tensor)")
+MASKS = re.compile(r".*\badaptive_softmax\.bias")  # minus infinity: a word that the model never predicts
 SEED = 1  # of everything that is drawn: repeated conversions give the same model
 EXPORT = (
     "export what is needed with: python -c \"import torch; s = torch.load('model.pt', 'cpu', weights_only=False); "
@@ -105,7 +123,9 @@ class Checkpoint:
 
         Raises ValueError or RuntimeError if the weights do not fit the settings or the dictionaries.
         """
-        self.saved["cfg"] = self.cfg
+        self.saved["cfg"] = cfg = self.cfg
+        if issubclass(ARCH_MODEL_REGISTRY.get(self.model_name, object), TrainedModel):
+            sketch(lambda: task.build_model(cfg.model, from_checkpoint=True), self.weights, self.settings)
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([self.path], task=task, state=self.saved)
         return model
 
@@ -148,8 +168,12 @@ def settings_of(group: Settings | Namespace) -> Settings:
 
 def unpickle(path: Path, remedy: str) -> object:
     """Load what torch.save wrote. Raises ValueError unless it holds plain data; `remedy` tells the user what to do."""
+    check_file(path)
     try:
+        check_stored(path)
         return torch.load(path, map_location="cpu")
+    except NotStoredError:
+        raise
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     except Exception as error:  # a damaged pickle may raise anything
@@ -157,6 +181,47 @@ def unpickle(path: Path, remedy: str) -> object:
             code = "pickled objects, which could run any code, next to its weights"
             raise ValueError(f"{path} holds {code}: {remedy}") from error
         raise ValueError(f"{path} must be a complete checkpoint, got a truncated or different file") from error
+
+
+def build_filled(build: Callable[[], Model], weights: Mapping[str, Tensor], settings: Settings) -> Model:
+    """Return the model that `build` makes of settings, with these weights. Raises ValueError if they do not fit."""
+    sketch(build, weights, settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = build()
+    fill(model, weights)
+    return model
+
+
+def sketch(build: Callable[[], Model], weights: Mapping[str, Tensor], settings: Settings) -> Model:
+    """Return the model on the meta device, which needs no memory.
+
+    Raises ValueError for a model of far more numbers than its weights have.
+    """
+    there = sum(x.numel() for x in weights.values())
+    # Settings that take time while a model is built, or memory when it runs, by the end of their names.
+    limits = {"_layers": len(weights), "_features": there + SLACK // 16, "_window": there + SLACK}
+    for name, value in settings.items():
+        most = next((most for end, most in limits.items() if name.endswith(end)), inf)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{name} in the settings must be at most {most:,} with these weights, got {value:,}")
+    before = logging.root.manager.disable
+    logging.disable()  # it warns when it is built once more
+    try:
+        with torch.device("meta"):
+            model = build()
+    except (OverflowError, RuntimeError, TypeError) as error:  # of sizes that no tensor can have
+        raise ValueError(
+            f"the model that the options describe cannot be built: {str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        logging.disable(before)
+    needed = sum(x.numel() for x in {*model.parameters(), *model.buffers()})
+    if needed > 2 * there + SLACK:
+        raise ValueError(
+            f"the options must describe a model of the {there:,} numbers of the weights, got one of {needed:,}"
+        )
+    return model
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -172,18 +237,30 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def check_fit(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raise ValueError naming weights that are missing, too many, of another shape or integers."""
+    """Raise ValueError naming weights that are missing, too many, not finite, or of another shape or dtype."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = {**parameters, **dict(model.named_buffers())}
     # A parameter that modules share has several names: one of them is enough.
     present = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
-    faults = [f"{name} is missing" for name, parameter in model.named_parameters() if id(parameter) not in present]
+    needed = [name for name, parameter in model.named_parameters() if id(parameter) not in present]
+    buffers = model.state_dict().keys() - parameters.keys() - weights.keys()
+    needed += [name for name in buffers if not MARKS.fullmatch(name)]
+    faults = [f"{name} is missing" for name in needed]
     for name, weight in weights.items():
         if name not in tensors:
             faults.append(f"{name} is not a weight of this model")
         elif tensors[name].shape != weight.shape:
             faults.append(f"{name} must be {tuple(tensors[name].shape)}, got {tuple(weight.shape)}")
-        elif name in parameters and weight.dtype not in DTYPES:
+        elif tensors[name].is_floating_point() and weight.dtype not in DTYPES:
             faults.append(f"{name} must be floating-point of 16 bits or more, got {weight.dtype}")
+        elif not tensors[name].is_floating_point() and weight.dtype != tensors[name].dtype:
+            faults.append(f"{name} must be {tensors[name].dtype}, got {weight.dtype}")
+        elif not is_finite(weight.clamp(min=0) if MASKS.fullmatch(name) else weight):
+            faults.append(f"{name} must have finite numbers, got NaN or infinity")
     if faults:
         raise ValueError(f"the weights do not fit the model that the options describe: {'; '.join(sorted(faults))}")
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite, without a second tensor of its size."""
+    return not x.numel() or all(bool(extreme.isfinite()) for extreme in x.aminmax())

@@ -7,8 +7,10 @@ from pathlib import Path
 from fairseq.data import Dictionary
 
 from fairseq_fwp.patches.checkpoints import other_words
+from fairseq_fwp.patches.data import check_file
 
 DICTIONARY = "dict.txt"
+MOST_WORDS = 2**28  # bytes of a dictionary or a vocabulary
 REMEDY = "give the dict.txt of the training, with --vocabulary, or as dictionary in Python and in --model_args"
 
 
@@ -30,6 +32,7 @@ def read_words(path: Path) -> list[str]:
 
 def read_dictionary(path: Path) -> Dictionary:
     """Return fairseq's dictionary of a dict.txt, with its counts. Raises ValueError for any other file."""
+    check_file(path, MOST_WORDS)
     try:
         return Dictionary.load(str(path))
     except Exception as error:  # fairseq raises a plain Exception for another encoding

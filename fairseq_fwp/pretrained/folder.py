@@ -14,8 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fairseq_fwp.options import Settings
+from fairseq_fwp.patches.checkpoints import NotStoredError, check_stored
+from fairseq_fwp.patches.data import check_file
 
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
+MOST_JSON = 2**25  # bytes of config.json or an index
 
 
 def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor], Settings]:
@@ -33,6 +36,11 @@ def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor]
         loaded = (load_pickled if Path(file).suffix == ".bin" else load_safetensors)(path / file)
         # A weight in two files is that of the index.
         tensors |= {name: x for name, x in loaded.items() if names is None or name in names}
+    most = max([len(tensors), *(size for x in tensors.values() for size in x.shape)])
+    for size in sizes:
+        if config[size] > most:
+            got = f"at most {most:,}, the greatest size of the weights, got {config[size]:,}"
+            raise ValueError(f"{size} in {path / CONFIG} must be {got}")
     return tensors, config
 
 
@@ -59,6 +67,7 @@ def files_of_weights(path: Path) -> dict[str, set[str] | None]:
 
 def load_safetensors(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file of safetensors. Raises ValueError if it cannot be read."""
+    check_file(path)
     try:
         return load_file(path)
     except OSError as error:
@@ -70,8 +79,12 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
 
 def load_pickled(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file of torch.save, without running code in it. Raises ValueError for any other file."""
+    check_file(path)
     try:
+        check_stored(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except NotStoredError:
+        raise
     except OSError as error:
         raise ValueError(f"the weights {path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a damaged pickle may raise anything
@@ -99,9 +112,10 @@ def read_config(path: Path, name: str, sizes: Sequence[str]) -> Settings:
 
 def read_json(path: Path) -> Settings:
     """The object in a file. Raises ValueError for any other file."""
+    check_file(path, MOST_JSON)
     try:
         content: Settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")

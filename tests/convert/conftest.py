@@ -145,9 +145,9 @@ def without(name):
     return lambda tensors: {key: x for key, x in tensors.items() if name not in key}
 
 
-def ones(name, *shape, dtype=torch.float32):
+def ones(name, *shape, dtype=torch.float32, fill=1.0):
     """Return a change of tensors: one more, or another one."""
-    return lambda tensors: {**tensors, name: torch.ones(shape, dtype=dtype)}
+    return lambda tensors: {**tensors, name: torch.full(shape, fill, dtype=dtype)}
 
 
 def load(folder: Path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from support.pairwise import looped
 
 import fairseq_fwp
+from fairseq_fwp.cli import export
 from fairseq_fwp.cli.convert import main
 from tests.convert.conftest import Folder, ones, without
 
@@ -134,6 +136,11 @@ DECAY = ["--decoder-update-rule", "decay", "--state-size", 4]
 # change of the tensors, of the configuration, words of the sentence
 # fmt: off
 REFUSALS = [
+    (ones("wte.weight", WORDS, DIM, fill=float("nan")), {}, r"wte\.weight must have finite numbers, got NaN or inf"),
+    (ones("h.0.ln_1.bias", DIM, fill=float("inf")), {}, r"h\.0\.ln_1\.bias must have finite numbers, got NaN or"),
+    *((dict, {name: 2**40}, rf"{name} in .*config\.json must be at most \d+, the greatest size of the weights, got 1,0")
+      for name in ("n_embd", "n_head", "n_layer", "vocab_size")),
+    (dict, {"n_inner": 2**62}, "the model that the options describe cannot be built|a model of the .* numbers of the"),
     (without("h.1.mlp.c_fc.bias"), {}, r"decoder\.layers\.1\.fc1\.bias is missing"),
     (without("h.1.attn.c_proj.weight"), {}, r"decoder\.layers\.1\.self_attn\.out_proj\.weight is missing"),
     (ones("h.1.attn.gate", DIM), {}, r"it has also h\.1\.attn\.gate;"),
@@ -218,6 +225,48 @@ def test_its_texts_may_be_lines(folder):
     assert fairseq_fwp.load(folder.path, source="gpt2").encode("5")[0, 0] == model.dictionary.eos()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch.export
+def test_words_that_a_model_cannot_predict_are_exported(folder, capsys):
+    """The source lacks fairseq's <pad> and others: minus infinity in the graph, and in the model."""
+    pytest.importorskip("onnxruntime")
+    folder.save(make_tensors())
+    out, exported = folder.write(*DECAY), folder.path.parent / "exported"
+    export.main([*map(str, [out, "--path", out / "checkpoint.pt", "--out", exported, "--quantize", "int8"])])
+    told = re.search(r"log-probabilities differ by (\S+), in 8 bits by (\S+)$", capsys.readouterr().out.strip())
+    assert float(told[1]) < 1e-4 and float(told[2]) < 10
+
+
+def test_options_of_a_source_are_given_to_load(folder):
+    """As to the command: the end of a text and what is read first."""
+    folder.save(make_tensors())
+    out = folder.write("--line-start", "word", "--end", "3")
+    expected, loaded = (
+        fairseq_fwp.load(out / "checkpoint.pt"),
+        fairseq_fwp.load(folder.path, source="gpt2", end=3, line_start="word"),
+    )
+    assert loaded.dictionary.symbols == expected.dictionary.symbols and loaded.line_start == "word"
+    tokens = loaded.encode("5 7 </s>")
+    assert tokens.shape == (1, 3) and torch.equal(loaded(tokens)[0], expected(tokens)[0])
+    for source, given, says in (
+        ("gpt2", {"ending": "3"}, "options must be among end, line_start, got ending"),
+        ("gpt2", {"line_start": "first"}, "line_start must be a value of this option, got 'first'"),
+        ("fwp-lm", {"end": "3"}, "options must be left out with this source, got end"),
+        ("schlag-lm", {"n_head": "x"}, "n_head must be a value of this option, got 'x'"),
+        ("schlag-lm", {"no_pos": 1}, "no_pos must be a value of this option, got 1: it is true or false"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            fairseq_fwp.load(folder.path, source=source, **given)
+
+
+def test_rows_that_fill_the_table_have_names_of_their_own(folder):
+    """Words of a vocabulary may be digits, and fairseq's own names of such rows."""
+    folder.save(make_tensors())
+    (folder.path / "vocab.txt").write_text("\n".join(["<s>", "29", "madeupword0001", "28", "w"]) + "\n")
+    words = fairseq_fwp.load(folder.path, source="gpt2").dictionary
+    assert len(words) == WORDS + 2 and words.indices.keys() >= {"29", "28", "madeupword0000", "madeupword0002"}
+
+
 def test_a_model_without_an_end(folder, capsys):
     folder.save(make_tensors(), eos_token_id=None)
     folder.convert()
@@ -229,6 +278,17 @@ class Code:
         return print, ("code ran",)
 
 
+class Unwritten:
+    """A tensor of 32 GB in a storage of one number, which loading would enlarge."""
+
+    def __reduce__(self):
+        storage = torch.TypedStorage(wrap_storage=torch.zeros(1).untyped_storage(), dtype=torch.float, _internal=True)
+        return torch._utils._rebuild_tensor_v2, (storage, 0, (2**33,), (1,), False, {})
+
+
+NO_NUMBERS = r"must hold a number for every place of its tensors, got one of .* needs 34,359,738,\d+ bytes, in a file"
+
+
 @looped(
     "content, says",
     [
@@ -238,6 +298,10 @@ class Code:
         ({"wte.weight": 3}, "must hold a tensor for every name, got other objects"),
         ({1: torch.zeros(3)}, "must hold a tensor for every name, got other objects"),
         ({"wte.weight": torch.eye(3).to_sparse()}, "must hold a tensor for every name, got other objects"),
+        ({"wte.weight": torch.zeros(1).expand(2**33, 1)}, NO_NUMBERS),
+        ({"wte.weight": torch.zeros(3).as_strided((2**33,), (0,))}, NO_NUMBERS),
+        ({"wte.weight": Unwritten()}, NO_NUMBERS),
+        ({"wte.weight": torch.nested.nested_tensor([torch.zeros(3)], layout=torch.jagged)}, "sparse, nested or quant"),
         (None, "must hold model.safetensors or pytorch_model.bin, whole or in the files of an index, got"),
     ],
 )

@@ -122,6 +122,10 @@ def test_settings_mean_what_they_meant_and_code_is_refused():
     for text in ("print(1)", "a", "().__class__", "[x for x in 'ab']", "lambda: 1", "f'{1}'", "1 +", "{**a}"):
         with pytest.raises(ValueError, match=rf"{NOT_RUN}|must be a number, a string, a list or a dictionary of them"):
             data.evaluate(text)
+    repeats = ("[0] * 400000000", "1000000000 * 'a'", "[[[0] * 999] * 999] * 999", "+".join(["[0] * 9999"] * 99))
+    for text in (*repeats, "9" * 2**21):
+        with pytest.raises(ValueError, match="must have at most 1,048,576 numbers and letters, got "):
+            data.evaluate(text)
     with pytest.raises(TypeError, match="evaluate must be a string, got bool"):
         data.evaluate(True)
 
