@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         command.error(str(error))
     with one_sentence("fwp-info"):
-        print(text)
+        print(text.encode(errors="backslashreplace").decode())  # names of files and variables may be any bytes
     return 0
 
 

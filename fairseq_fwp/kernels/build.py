@@ -56,7 +56,7 @@ def build_key(device_type: str) -> str:
         parts += [str(torch.version.cuda), toolkit_release(), *_cuda_flags(), *environment]
     elif _cpu_arch() == "native":
         parts.append(_cpu_features())
-    key.update("\0".join(parts).encode())
+    key.update(os.fsencode("\0".join(parts)))
     return key.hexdigest()[:16]
 
 
@@ -87,12 +87,13 @@ def compile_library(device_type: str, folder: Path) -> Path:
     environment = {**os.environ, "PATH": _search_path(), "LC_ALL": "C", "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
     if device_type == "cpu":
         arguments["extra_cflags"] += _openmp()
+        environment["TMPDIR"] = "."  # there may be no other folder that can be written
     else:
         _add_toolkit(arguments, environment, folder)
     # One program in one word for any CXX: some versions of cpp_extension quote it, and others do not.
     program, *words = _compiler()
     compiler = shlex.join([os.path.abspath(str(shutil.which(program))), *words])
-    (folder / "compiler").write_text(f'#!/bin/sh\nexec {compiler} "$@"\n')
+    (folder / "compiler").write_bytes(os.fsencode(f'#!/bin/sh\nexec {compiler} "$@"\n'))
     (folder / "compiler").chmod(0o755)
     environment["CXX"] = "./compiler"
     command = [sys.executable, "-W", "ignore", "-c", LOAD, json.dumps(arguments)]
@@ -105,7 +106,7 @@ def compile_library(device_type: str, folder: Path) -> Path:
 
 
 def _add_toolkit(arguments: dict[str, Any], environment: dict[str, str], folder: Path) -> None:
-    nvcc = find_nvcc()
+    nvcc = os.path.abspath(find_nvcc())
     includes, libraries = toolkit_folders(nvcc)
     arguments["extra_cuda_cflags"] = _cuda_flags()
     arguments["extra_include_paths"] = includes
@@ -149,7 +150,22 @@ def _files(device_type: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _compiler() -> list[str]:
-    return shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    """Return CXX as a program and its arguments. Raises BuildError."""
+    words = os.environ.get("CXX", "")
+    try:
+        return shlex.split(words) or ["c++"]
+    except ValueError as error:
+        reason = f"CXX must be a program and its arguments, as in a shell, got {words!r}: {error}"
+        raise BuildError(reason, "set CXX to a compiler, or unset it") from error
+
+
+def _ask_compiler(*question: str) -> subprocess.CompletedProcess[str]:
+    """Run the compiler. Raises BuildError if it is no program for this machine."""
+    command = [*_compiler(), *question]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise BuildError(f"the C++ compiler {command[0]} does not run: {error}", "set CXX to another one") from error
 
 
 def _search_path() -> str:
@@ -190,8 +206,7 @@ def _arch_flag(arch: str) -> str:
 def _instruction_sets(arch: str) -> set[str]:
     """Return the compiler's macros for a value of -march. Those in capitals name instruction sets."""
     check_tools("cpu")
-    command = [*_compiler(), _arch_flag(arch), "-dM", "-E", "-x", "c++", os.devnull]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = _ask_compiler(_arch_flag(arch), "-dM", "-E", "-x", "c++", os.devnull)
     if done.returncode != 0:
         reason = f"FWP_CPU_ARCH must be a value of -march that {_compiler()[0]} knows, got {arch}"
         raise BuildError(reason, "try x86-64-v2 or x86-64-v3, or unset FWP_CPU_ARCH")
@@ -208,8 +223,7 @@ def _openmp() -> list[str]:
     The runtime is not linked: its symbols resolve to the copy that PyTorch has loaded already. A second copy would
     ignore ``torch.set_num_threads``. Clang needs another runtime, so kernels built by it use one thread.
     """
-    version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
-    return [] if "clang" in version else ["-fopenmp"]
+    return [] if "clang" in _ask_compiler("--version").stdout else ["-fopenmp"]
 
 
 def _cpu_features() -> str:

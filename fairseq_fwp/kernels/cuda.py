@@ -111,7 +111,7 @@ def _release(nvcc: str) -> str:
 
 def _ask(nvcc: str, *question: str) -> str:
     try:
-        done = subprocess.run([nvcc, *question], capture_output=True, text=True, check=False)
+        done = subprocess.run([nvcc, *question], capture_output=True, text=True, errors="replace", check=False)
     except OSError:  # not a program for this machine
         return ""
     return done.stdout + done.stderr

@@ -25,6 +25,8 @@ from .error import BuildError
 
 logger = logging.getLogger(__name__)
 
+WRITABLE = "set FWP_CACHE_DIR to a folder that can be written"
+
 DEVICES = ("cpu", "cuda")
 DIGEST_BYTES = hashlib.sha256().digest_size
 _statuses: dict[str, "KernelStatus"] = {}
@@ -68,10 +70,12 @@ def _status(device_type: str, build: bool) -> KernelStatus:
                     return KernelStatus(True, str(folder / LIBRARY))
             except OSError as error:
                 logger.info("no kernels can be built in %s: %s", folder, error)
-                reason, cure = str(error), "set FWP_CACHE_DIR to a folder that can be written"
+                reason, cure = str(error), WRITABLE
         check_tools(device_type)
     except BuildError as error:
         reason, cure = str(error), error.cure
+    except (OSError, ValueError) as error:  # the sources cannot be read, or a setting is no text for any program
+        reason, cure = str(error), "cuda_ext/README.md says what a build needs"
     return KernelStatus(False, reason=reason, cure=cure)
 
 
@@ -145,12 +149,34 @@ def _folders(device_type: str) -> Iterator[Path]:
     if sys.platform == "win32":
         raise BuildError("this version has no kernels for Windows", "use Linux, which may be in WSL")
     name = f"fwp_{device_type}_{build_key(device_type)}"
+    found, reasons = False, []
+    for find in (_cache, _temporary):
+        try:
+            folder = find() / name
+        except OSError as error:
+            reasons.append(str(error))
+        else:
+            found = True
+            yield folder
+    if not found:
+        raise BuildError(f"there is no folder for the kernels: {', '.join(reasons)}", WRITABLE)
+
+
+def _cache() -> Path:
+    """Return the folder for the libraries of this user. Raises OSError without a home, or without a current folder."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     root = os.environ.get("FWP_CACHE_DIR") or os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "fairseq_fwp"
-    yield Path(root).expanduser().absolute() / name
+    try:
+        return Path(root).expanduser().absolute()
+    except RuntimeError:
+        raise FileNotFoundError(f"there is no home folder for {root}") from None
+
+
+def _temporary() -> Path:
+    """Return a temporary folder of this user. Raises OSError if there is none, or if others can write there."""
     temporary = Path(tempfile.gettempdir()).absolute() / f"fairseq_fwp_{os.getuid()}"
-    with contextlib.suppress(OSError):
-        temporary.mkdir(mode=0o700, exist_ok=True)
-        # Other users must not be able to write there: code in that folder runs here.
-        if temporary.stat().st_uid == os.getuid() and not temporary.stat().st_mode & 0o022:
-            yield temporary / name
+    temporary.mkdir(mode=0o700, exist_ok=True)
+    # Code in that folder runs here.
+    if temporary.stat().st_uid != os.getuid() or temporary.stat().st_mode & 0o022:
+        raise PermissionError(f"{temporary} can be written by other users")
+    return temporary

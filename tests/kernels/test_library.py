@@ -7,6 +7,7 @@ folder whose name has spaces, is marked slow.
 import errno
 import os
 import platform
+import pwd
 import shutil
 import signal
 import stat
@@ -22,6 +23,7 @@ from support.isolated import PACKAGE, run_isolated, start_isolated
 from support.pairwise import looped
 
 from fairseq_fwp import kernels
+from fairseq_fwp.cli import info
 from fairseq_fwp.kernels import build
 from fairseq_fwp.kernels import library as loading
 
@@ -387,6 +389,70 @@ def test_a_level_needs_no_compiler(monkeypatch):
     monkeypatch.setenv("FWP_CPU_ARCH", "nehalem")
     with pytest.raises(kernels.error.BuildError, match="no-such-compiler is not on PATH"):
         build.build_key("cpu")
+
+
+NO_PROGRAM, NO_FOLDER = "the C++ compiler {here}/no program does not run: ", "there is no folder for the kernels: "
+PLACE = "FWP_CACHE_DIR"
+# Variables of the environment, and the reason why there are no kernels; None: they are in the temporary folder.
+# fmt: off
+UNUSABLE = [
+    ({"CXX": "'unclosed"}, """CXX must be a program and its arguments, as in a shell, got "'unclosed": No closing"""),
+    ({"CXX": "\udcff"}, "there is no C++ compiler (\udcff is not on PATH)"),
+    ({"CXX": "''"}, "there is no C++ compiler ("),
+    ({"CXX": "{here}"}, "there is no C++ compiler ({here} is not on PATH)"),
+    ({"CXX": "{here}/no\\ program"}, NO_PROGRAM),
+    ({"CXX": "{here}/no\\ program", "FWP_CPU_ARCH": "haswell"}, NO_PROGRAM),
+    ({"FWP_CPU_ARCH": "\udcff ' \"", "CXX": "c++"}, "FWP_CPU_ARCH must be a value of -march that "),
+    ({PLACE: "~no-such-user/cache"}, None),
+    ({PLACE: "x" * 5000}, None),
+    ({PLACE: "relative"}, None),
+    ({PLACE: "", "TORCH_EXTENSIONS_DIR": "~no-such-user"}, None),
+    ({PLACE: "", "HOME": None}, None),
+    ({PLACE: "", "HOME": None, "XDG_CACHE_HOME": "~/cache"}, None),
+    ({PLACE: "{here}/compiler/cache", "TMPDIR": None}, "[Errno 20] Not a directory: "),
+    ({PLACE: "~no-such-user/cache", "TMPDIR": None}, f"{NO_FOLDER}there is no home folder for ~no-such-user/cache, "),
+]
+# fmt: on
+
+
+@looped("environment, reason", UNUSABLE)
+def test_an_environment_without_use_is_a_reason_and_no_error(tmp_path_factory, environment, reason):
+    """No passwd entry, no temporary folder, no current folder, and any text in variables."""
+
+    def refuse(*given):
+        raise FileNotFoundError("No usable temporary directory found")
+
+    with pytest.MonkeyPatch.context() as patch:
+        here = tmp_path_factory.mktemp("machine")
+        Builder(patch, here)
+        (here / "no program").write_text("no program")
+        (here / "no program").chmod(0o755)
+        for name in ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+            patch.delenv(name, raising=False)
+        for name, value in environment.items():
+            patch.setenv(name, (value or "").replace("{here}", str(here)))
+            if value is None:
+                patch.delenv(name)
+        patch.setattr(pwd, "getpwuid", {}.__getitem__)
+        if "TMPDIR" in environment:
+            patch.setattr(tempfile, "gettempdir", refuse)
+        (here / "gone").mkdir()
+        patch.chdir(here / "gone")
+        (here / "gone").rmdir()
+        before = loading._status("cpu", build=False)
+        assert not before.built and before.cure
+        if reason is None:
+            *_, last = loading._folders("cpu")
+            assert before.reason == "not built yet" and last.is_relative_to(here / "temporary")
+        else:
+            after = loading._status("cpu", build=True)
+            assert not after.built and after.reason.startswith(reason.replace("{here}", str(here))) and after.cure
+
+
+def test_info_prints_names_that_are_no_text(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "\udcff")
+    monkeypatch.setattr(loading, "_statuses", {})
+    assert info.main([]) == 0 and "there is no C++ compiler (\\udcff is" in capsys.readouterr().out
 
 
 @looped("environment, expected", FOLDERS)

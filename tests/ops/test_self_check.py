@@ -142,7 +142,7 @@ FOREIGN = [
     "os.write(1, b'no end of a line')",
     "sys.stdout.write('a long line' * 1_000_000); sys.stdout.flush()",
     "subprocess.Popen(['sleep', '99'])",
-    "subprocess.Popen(['sleep', '9'], start_new_session=True)",
+    "subprocess.Popen(['sleep', '10'], start_new_session=True)",
 ]
 
 
@@ -150,10 +150,9 @@ FOREIGN = [
 def test_what_others_print_is_no_result(monkeypatch, foreign):
     child = f"{PRINTS}say('sum_rule', None)\n{foreign}\nsay('sum_rule', 'off')\n{foreign}\nsay('all', '')\n{foreign}"
     monkeypatch.setattr(self_check, "CHILD", child)
-    monkeypatch.setattr(self_check, "SECONDS", 5)
     start = time.monotonic()
     assert self_check._check_apart("cpu") == {"sum_rule": "off"}
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 9
 
 
 def test_a_child_s_own_children_are_killed_with_it(monkeypatch, tmp_path):
