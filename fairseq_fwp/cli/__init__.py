@@ -22,11 +22,14 @@ def start_logging() -> None:
 
 
 def make_parser(documentation: str | None) -> argparse.ArgumentParser:
-    """Return a command's parser. The documentation begins with its name and a summary: "fwp-info: versions, ..."."""
+    """Return a command's parser. The documentation begins with its name and a summary: "fwp-info: versions, ...".
+
+    With `python -OO` there is none, and the name is that of the program.
+    """
     summary, _, text = (documentation or "").partition("\n")
-    name, description = summary.split(": ", 1)
+    name, _, description = summary.partition(": ")
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(name, None, description, text, formatter_class=form, allow_abbrev=False)
+    return argparse.ArgumentParser(name or None, None, description, text, formatter_class=form, allow_abbrev=False)
 
 
 @contextlib.contextmanager

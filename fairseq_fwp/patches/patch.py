@@ -1,8 +1,10 @@
 """The table of patches and how they are applied: each replaces one attribute of one fairseq module, never a file."""
 
+import ast
 import functools
 import importlib
 import inspect
+import textwrap
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -26,7 +28,10 @@ class Patch(NamedTuple):
     @property
     def reason(self) -> str:
         """The first paragraph of its docstring, in one line: what it does, and why."""
-        return " ".join((inspect.getdoc(self.function) or "").split("\n\n")[0].split())
+        # From the source: with `python -OO` the function itself has none.
+        source = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(self.function))))
+        definition = next(node for node in source if isinstance(node, ast.FunctionDef))
+        return " ".join((ast.get_docstring(definition) or "").split("\n\n")[0].split())
 
 
 PATCHES: list[Patch] = []

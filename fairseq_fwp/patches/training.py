@@ -323,8 +323,9 @@ def free_folder(call_main, *args, **kwargs):
 @patch("fairseq.checkpoint_utils.verify_checkpoint_directory")
 def refuse_flat_weights_on_a_cpu(verify, save_dir):
     """Refuse --fp16 without a GPU at once: fairseq does so after it has read the data, by an error of CUDA."""
-    common = getattr(_configuration(), "common", None)
-    flat = common and common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
+    cfg = _configuration()
+    common = cfg.common if cfg else SimpleNamespace(fp16=False)
+    flat = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
     if flat and (common.cpu or not torch.cuda.is_available()):
         sys.exit("--fp16 must be used on a GPU, got a CPU: give --bf16 in its place, or leave it out")
     verify(save_dir)

@@ -271,7 +271,8 @@ def test_another_process_saves_the_same_file(tmp_path, monkeypatch):
 
 def begin(folder, no_save=False):
     """Begin a training in this process, as fairseq does."""
-    cfg = SimpleNamespace(checkpoint=SimpleNamespace(no_save=no_save))  # read from here
+    checkpoint, common = SimpleNamespace(no_save=no_save), SimpleNamespace(fp16=False)
+    cfg = SimpleNamespace(checkpoint=checkpoint, common=common)  # read from here
     checkpoint_utils.verify_checkpoint_directory(str(folder))
     return cfg
 
@@ -329,7 +330,7 @@ def test_a_folder_without_locks(tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize("flags", [["--fp16"], ["--fp16", "--no-save"]], ids=" ".join)
 def test_fp16_on_a_cpu_is_refused(commands, tmp_path, flags):
-    """Before the data is read, which is not there; in other forms it works."""
+    """Before the data is read, which is not there."""
     (tmp_path / "data" / "valid.idx").unlink()
     status, said = commands(*flags)
     assert (status, said) == (1, "--fp16 must be used on a GPU, got a CPU: give --bf16 in its place, or leave it out\n")

@@ -37,9 +37,13 @@ def test_every_recipe_names_extras_that_the_set_up_knows():
 
 
 @looped("recipe", RECIPES)
-def test_the_help_of_every_recipe(recipe):
-    """It says what stages do, how to resume, and how to use another text."""
-    shown = subprocess.run(["bash", recipe / "run.sh", "--help"], capture_output=True, text=True, check=True).stdout
+def test_the_help_of_every_recipe(recipe, tmp_path):
+    """It says what stages do, how to resume, and how to use another text; Python needs no package for it."""
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    command, environment = ["bash", recipe / "run.sh", "--help"], {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     options, stages = shown.split("\noptions:\n")[1].split("\n\nstages (default: all):\n")
     assert re.search(r"^  all +\S", stages, re.M) and "\nresume:\n" in stages
     assert ("your own data:" in stages) == ("--data FOLDER" in options)

@@ -8,16 +8,21 @@ line ends included. fairseq-preprocess ends each line of the result with </s>, w
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from commands import RecipeError, whole
-from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
+
+if TYPE_CHECKING:
+    from fairseq.data.encoders.gpt2_bpe_utils import Encoder
 
 NAMES = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
 MARK = "<|endoftext|>"
 
 
-def read_encoder(folder: Path) -> Encoder:
+def read_encoder(folder: Path) -> "Encoder":
     """Return fairseq's encoder of a folder. Raises RecipeError without one, or if its model has fewer tokens."""
+    from fairseq.data.encoders.gpt2_bpe_utils import get_encoder  # here: --help must work without fairseq
+
     pairs = ([folder / name for name in pair] for pair in NAMES)
     vocabulary, merges = next((pair for pair in pairs if all(map(Path.is_file, pair))), (None, None))
     if vocabulary is None:
