@@ -160,7 +160,7 @@ def _compiler() -> list[str]:
 
 
 def _ask_compiler(*question: str) -> subprocess.CompletedProcess[str]:
-    """Run the compiler. Raises BuildError if it is no program for this machine."""
+    """Run the compiler. Raises BuildError if this machine cannot run it."""
     command = [*_compiler(), *question]
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)

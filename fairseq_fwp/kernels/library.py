@@ -74,7 +74,7 @@ def _status(device_type: str, build: bool) -> KernelStatus:
         check_tools(device_type)
     except BuildError as error:
         reason, cure = str(error), error.cure
-    except (OSError, ValueError) as error:  # the sources cannot be read, or a setting is no text for any program
+    except (OSError, ValueError) as error:  # unreadable sources, or strange settings
         reason, cure = str(error), "cuda_ext/README.md says what a build needs"
     return KernelStatus(False, reason=reason, cure=cure)
 

@@ -52,6 +52,7 @@ LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # For the check of one rule, and for the imports before the first.
 SECONDS = 100.0
 Faults = dict[str, str]  # rule: the fault of its kernel
+Line = tuple[str, str | None]  # of a child: a rule, and what was found; None: its check begins
 _faults: dict[str, Faults] = {}
 _warned: set[str] = set()
 _checking = threading.Lock()
@@ -151,22 +152,28 @@ def _check_apart(device: str) -> Faults:
     return faults
 
 
-def _run_child(command: list[str]) -> tuple[list[Any], str, int | None]:
+def _run_child(command: list[str]) -> tuple[list[Line], str, int | None]:
     """Return a child's own lines, the last other one, and its status: None if it was killed after SECONDS without one.
 
     Processes that it has started are killed with it. They are not waited for, though they may hold its pipe open.
     """
-    own_lines: list[Any] = []
+    own_lines: list[Line] = []
     other, status = "", None
-    to_one_pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], **to_one_pipe) as child:
+    with subprocess.Popen(
+        command,
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as child:
         try:
             deadline = time.monotonic() + SECONDS
             for line in _lines_of(child):
                 text, mark, own = line.partition(MARK)
                 other = text.decode(errors="replace").strip()[:500] or other
                 if mark:
-                    own_lines.append(json.loads(own))
+                    name, reason = json.loads(own)
+                    own_lines.append((name, reason))
                     deadline = time.monotonic() + SECONDS
                 elif time.monotonic() > deadline:
                     break

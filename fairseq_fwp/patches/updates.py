@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 
 from fairseq_fwp.patches.patch import patch
 
+Values = dict[str, Any]  # of a group of parameters, or the state of one
 OPTIMIZER = "torch.optim.Optimizer"
 # Names of settings in glibc's malloc.h, and their values with which it keeps memory: up to 2 GiB, and none apart.
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
@@ -38,7 +39,7 @@ def fuse_adam(step, self, closure=None):
     return loss
 
 
-def _can_be_fused(groups: list[dict[str, Any]], states: dict[Tensor, dict[str, Any]]) -> bool:
+def _can_be_fused(groups: list[Values], states: dict[Tensor, Values]) -> bool:
     """Return whether the operator computes what fairseq does: it reads no strides or shapes, and all at once."""
     spans = []  # of memory: first and last byte
     for group in groups:
@@ -61,7 +62,7 @@ def _can_be_fused(groups: list[dict[str, Any]], states: dict[Tensor, dict[str, A
     return all(last < start for (_, last), (start, _) in pairwise(spans))
 
 
-def _is_dense(x: Any, shape: torch.Size) -> bool:
+def _is_dense(x: object, shape: torch.Size) -> bool:
     return (
         isinstance(x, Tensor)
         and x.dtype == torch.float32
@@ -72,7 +73,7 @@ def _is_dense(x: Any, shape: torch.Size) -> bool:
     )
 
 
-def _step_of_group(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
+def _step_of_group(group: Values, states: dict[Tensor, Values]) -> None:
     by_count: dict[int, list[Tensor]] = defaultdict(list)  # not every parameter has a gradient in every update
     for p in group["params"]:
         if p.grad is not None:
