@@ -135,21 +135,22 @@ def _check_apart(device: str) -> Faults:
     and if a line does not come within SECONDS it is killed; then another child checks the other rules.
     """
     faults: Faults = {}
-    begun, ended = 0, False
-    while not ended:
+    begun = 0
+    while True:
         lines, other, status = _run_child([sys.executable, "-c", CHILD, device, str(begun)])
+        ended = lines[-1:] == [(ALL, "")]  # whatever happens to the child after that
         if status is None and not lines:
             raise RuntimeError(f"it did not begin within {SECONDS:g} seconds")
-        if (status or 0) > 0 or not lines:
+        if not lines or ((status or 0) > 0 and not ended):
             raise RuntimeError(other or "no output")
         faults |= {name: reason for name, reason in lines if reason}
         begun += sum(reason is None for _, reason in lines)
+        if ended:
+            return faults
         if status is None:
             faults[lines[-1][0]] = f"its check did not end within {SECONDS:g} seconds"
         elif status < 0:
             faults[lines[-1][0]] = f"its check was ended by signal {-status}"
-        ended = status == 0 and lines[-1][0] == ALL
-    return faults
 
 
 def _run_child(command: list[str]) -> tuple[list[Line], str, int | None]:

@@ -134,13 +134,15 @@ def test_a_rule_whose_check_never_ends_is_the_only_one_to_blame(monkeypatch):
         self_check._check_apart("cpu")
 
 
-# What others print before, between and after our own lines, or leave running
+# What others print before, between and after our own lines, do at the end, or leave running
 FOREIGN = [
     "sys.stderr.write('[W1128 12:00:00 Warning: a warning of C++ (function operator())\\n')",
     """print('["sum_rule", "wrong"]', '["all", ""]', '[]', '[1, 2, 3]', 'null', '{', sep='\\n', flush=True)""",
     "os.write(2, bytes(range(256)) + b'\\n\\0\\xff\\x1e')",
     "os.write(1, b'no end of a line')",
     "sys.stdout.write('a long line' * 1_000_000); sys.stdout.flush()",
+    "import atexit; atexit.register(os._exit, 3)",
+    "import atexit; atexit.register(os.kill, os.getpid(), 9)",
     "subprocess.Popen(['sleep', '99'])",
     "subprocess.Popen(['sleep', '10'], start_new_session=True)",
 ]
