@@ -13,6 +13,14 @@ Expected: TypeAlias = Mapping[str, tuple[object, str]]
 Kinds: TypeAlias = Mapping[str, tuple[Callable[[object], bool], tuple[str, ...]]]
 
 
+# Of every model.
+GENERAL: Expected = {
+    "is_causal": (True, "its tokens see later ones"),
+    "quantization_config": (None, "its weights are quantised"),
+    "text_config": (None, "its language model is a part of another model"),
+}
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value is a number; true is none."""
     return type(value) in (int, float)
@@ -30,7 +38,7 @@ FITS: dict[str, Callable[[object], bool]] = {
 
 def check_expected(config: Settings, expected: Expected) -> None:
     """Raise ValueError for a setting with another value than the one that can be converted."""
-    for name, (value, reason) in expected.items():
+    for name, (value, reason) in {**GENERAL, **expected}.items():
         if config.get(name, value) != value:
             raise ValueError(f"{CONFIG} has {name} = {config[name]!r}, which cannot be converted: {reason}")
 
@@ -51,5 +59,5 @@ def names_in(kinds: Kinds) -> set[str]:
 
 def unread_note(config: Settings, known: Collection[str]) -> list[str]:
     """Return a sentence about the settings that are not known, if there are any."""
-    others = ", ".join(sorted(config.keys() - known))
+    others = ", ".join(sorted(config.keys() - GENERAL.keys() - known))
     return [f"{CONFIG} has settings that are not read: {others}; the model must not depend on them"] * bool(others)

@@ -34,6 +34,14 @@ DEFAULTS = {
 # Settings that it must have.
 SIZES = ("n_embd", "n_head", "n_layer", "vocab_size")
 
+# Other names of settings, which transformers reads too.
+ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
 # fairseq's names of the same functions.
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -85,6 +93,10 @@ def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     check_expected(options, EXPECTED)
+    for alias, setting in ALIASES.items():
+        if alias in options and setting in options and options[alias] != options[setting]:
+            got = f"{options[alias]!r} and {options[setting]!r}"
+            raise ValueError(f"{alias} and {setting} in {CONFIG} must be equal, two names of one setting, got {got}")
     if (activation := options.get("activation_function")) not in [*ACTIVATIONS]:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"activation_function in {CONFIG} must be one of {known}, got {activation!r}")
@@ -94,6 +106,9 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         if not MASKS.fullmatch(name)
     )
     positions, vocabulary = len(rest["wpe.weight"]), arrange(folder.with_end(words, options))
+    length = options.get("n_positions", options.get("max_position_embeddings", positions))
+    if length != positions:
+        raise ValueError(f"wpe.weight must have {length} rows, n_positions of {CONFIG}, got {positions}")
     table = rest.take("wte.weight")
     if len(table) != len(words):
         raise ValueError(f"wte.weight must have the {len(words)} words of {CONFIG}, got {len(table)}")

@@ -36,8 +36,9 @@ NAME = "Llama, Mistral or Qwen"
 # Settings that config.json must have, and defaults of those that it may leave out, which are transformers'.
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 DEFAULTS: Settings = {
-    "attention_dropout": 0.0, "eos_token_id": 2, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-    "rope_parameters": None, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "attention_dropout": 0.0, "eos_token_id": 2, "head_dim": None, "hidden_act": "silu", "layer_types": None,
+    "original_max_position_embeddings": None, "rms_norm_eps": 1e-6, "rope_parameters": None, "rope_scaling": None,
+    "rope_theta": 10000.0, "tie_word_embeddings": False,
 }  # fmt: skip
 QWEN: Settings = {
     "eos_token_id": None, "layer_types": None, "max_position_embeddings": 32768, "max_window_layers": 28,
@@ -53,8 +54,8 @@ MODELS: dict[str, Settings] = {
     "qwen3": {**QWEN, "attention_bias": False, "head_dim": 128},
 }  # fmt: skip
 # Rotary positions of Llama 3.1 and later: their type, and its settings in the order of our option.
-LLAMA3 = "llama3"
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+LLAMA3, LENGTH = "llama3", "original_max_position_embeddings"
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", LENGTH)
 EXPECTED: Expected = {"mlp_bias": (False, "its feed-forward blocks have biases")}
 KINDS: Kinds = {
     WHOLE: (
@@ -99,7 +100,7 @@ def complete(config: Settings) -> Settings:
         if name in settings and settings[name] is None:
             raise ValueError(f"{name} in {CONFIG} must have a value, got null")
     given = {name: settings[name] for name in (*REQUIRED, *DEFAULTS, *own) if settings[name] is not None}
-    check_expected(given, EXPECTED)
+    check_expected(config, EXPECTED if "mlp_bias" in own else {})
     check_kinds(given, KINDS)
     size, heads = settings["hidden_size"], settings["num_attention_heads"]
     shared = settings["num_key_value_heads"] = settings["num_key_value_heads"] or heads
@@ -115,12 +116,20 @@ def complete(config: Settings) -> Settings:
 def window_of(config: Settings) -> int | None:
     """Return the window of all layers, None = none. Raises ValueError if layers have different ones."""
     window: int | None = config["sliding_window"] if "sliding_window" in MODELS[config["model_type"]] else None
+    full, sliding, layers, types = (
+        "full_attention",
+        "sliding_attention",
+        config["num_hidden_layers"],
+        config["layer_types"],
+    )
     if "layer_types" not in MODELS[config["model_type"]]:
+        usual = [full if window is None else sliding] * layers
+        if types not in (None, usual):
+            wanted = f"{usual[0]} for all {layers} layers with sliding_window = {window}"
+            raise ValueError(f"layer_types in {CONFIG} must be {wanted}, got {types!r}")
         return window
     if not config["use_sliding_window"]:
         window = None
-    full, sliding, layers = "full_attention", "sliding_attention", config["num_hidden_layers"]
-    types = config["layer_types"]
     if types is None:
         first = layers if window is None else config["max_window_layers"]
         types = [full if index < first else sliding for index in range(layers)]
@@ -154,6 +163,8 @@ def positions_of(config: Settings) -> Settings:
         listed = ", ".join(sorted(got)) or "none"
         raise ValueError(f"{name} in {CONFIG} must have {needed} with type {kind}, got {listed}")
     check_kinds(rope, KINDS)
+    if kind == LLAMA3 and config[LENGTH] not in (None, rope[LENGTH]):
+        raise ValueError(f"{LENGTH} in {CONFIG} must be {rope[LENGTH]} as in its {name}, got {config[LENGTH]!r}")
     scaling = ",".join(str(rope[number]) for number in SCALING) if kind == LLAMA3 else None
     return {"attention_rope_theta": rope["rope_theta"], "attention_rope_scaling": scaling}
 

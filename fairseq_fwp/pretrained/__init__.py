@@ -45,7 +45,7 @@ def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:
         checkpoint = read(path)
         checkpoint.check_model(OURS)
         return checkpoint.weights, checkpoint.options
-    weights, config = folder.read(path, "this package", ["vocab_size"])
+    weights, config = folder.read(path, "this package", ["vocab_size"], by_index=True)
     if (arch := config.get("model_type")) not in OURS:
         raise ValueError(f"model_type in {path / folder.CONFIG} must be {' or '.join(OURS)}, got {arch!r}")
     return weights, {**config, "arch": arch, KEY: take_fingerprints(config)}

@@ -21,10 +21,11 @@ CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bi
 MOST_JSON = 2**25  # bytes of config.json or an index
 
 
-def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor], Settings]:
+def read(path: Path, name: str, sizes: Sequence[str], by_index: bool = False) -> tuple[dict[str, Tensor], Settings]:
     """Return the weights and config.json of a model. Raises ValueError where either is missing or damaged.
 
-    name: of the model, for errors; sizes: settings that it must have. Of a folder with both kinds of weights,
+    name: of the model, for errors; sizes: settings that it must have; by_index: a weight in two files is that of the
+    index, else it is an error, because transformers reads all of each file. Of a folder with both kinds of weights,
     model.safetensors is read.
     """
     if not path.is_dir():
@@ -32,10 +33,19 @@ def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor]
         raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of {name}, got {actual}")
     config = read_config(path, name, sizes)
     tensors: dict[str, Tensor] = {}
-    for file, names in files_of_weights(path).items():
+    places: dict[str, str] = {}
+    files = files_of_weights(path)
+    if (named := config.get("transformers_weights")) not in (None, *files):
+        own = f"transformers_weights in {path / CONFIG} must be left out or name {next(iter(files))}"
+        raise ValueError(f"{own}, got {named!r}: only the usual files are read")
+    for file, names in files.items():
         loaded = (load_pickled if Path(file).suffix == ".bin" else load_safetensors)(path / file)
-        # A weight in two files is that of the index.
-        tensors |= {name: x for name, x in loaded.items() if names is None or name in names}
+        if by_index and names is not None:
+            loaded = {weight: x for weight, x in loaded.items() if weight in names}
+        if twice := sorted(loaded.keys() & tensors.keys()):
+            raise ValueError(f"{path} must hold {twice[0]} once, got it in {places[twice[0]]} and in {file}")
+        tensors |= loaded
+        places |= dict.fromkeys(loaded, file)
     most = max([len(tensors), *(size for x in tensors.values() for size in x.shape)])
     for size in sizes:
         if config[size] > most:
@@ -59,6 +69,10 @@ def files_of_weights(path: Path) -> dict[str, set[str] | None]:
             if outside := [file for file in files if Path(file).name != file]:
                 own = f"the weight_map in {index} must name files of its own folder"
                 raise ValueError(f"{own}, got {outside[0]!r}")
+            if (path / whole).exists() and files != [whole]:
+                other = next(file for file in files if file != whole)
+                both = f"got both {whole} and {index.name}, which names {other}"
+                raise ValueError(f"{path} must hold its weights once, {both}: remove what is not the model")
             return {file: {name for name, place in places.items() if place == file} for file in files}
         if (path / whole).exists():
             return {whole: None}

@@ -113,6 +113,7 @@ def test_what_transformers_saves_with_the_weights(folder):
         whole[f"{name}.bias"] = torch.ones(1, 1, POSITIONS, POSITIONS, dtype=torch.uint8).tril()
         whole[f"{name}.masked_bias"] = torch.tensor(-1e4)
     folder.save({})
+    (folder.path / "model.safetensors").unlink()
     names, files = sorted(whole), [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     for file, of_file in zip(files, (names[:9], names[9:]), strict=True):
         save_file({name: whole[name] for name in of_file}, folder.path / file)
@@ -138,8 +139,16 @@ DECAY = ["--decoder-update-rule", "decay", "--state-size", 4]
 REFUSALS = [
     (ones("wte.weight", WORDS, DIM, fill=float("nan")), {}, r"wte\.weight must have finite numbers, got NaN or inf"),
     (ones("h.0.ln_1.bias", DIM, fill=float("inf")), {}, r"h\.0\.ln_1\.bias must have finite numbers, got NaN or"),
-    *((dict, {name: 2**40}, rf"{name} in .*config\.json must be at most \d+, the greatest size of the weights, got 1,0")
+    *((dict, {name: 2**40}, rf"{name} in .*config\.json must be at most \d+, the greatest size of the weights, got 1,")
       for name in ("n_embd", "n_head", "n_layer", "vocab_size")),
+    *((dict, {alias: 3}, f"{alias} and {name} in config.json must be equal, two names of one setting, got 3 and ")
+      for alias, name in (("hidden_size", "n_embd"), ("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer"),
+                          ("max_position_embeddings", "n_positions"))),
+    (dict, {"n_positions": 11}, r"wpe\.weight must have 11 rows, n_positions of config\.json, got 12"),
+    (dict, {"is_causal": False}, "is_causal = False, which cannot be converted: its tokens see later ones"),
+    (dict, {"text_config": {"n_head": 2}}, "text_config = .* its language model is a part of another model"),
+    (dict, {"quantization_config": {}}, "quantization_config = .* its weights are quantised"),
+    (dict, {"transformers_weights": "a.safetensors"}, "transformers_weights in .* must be left out or name model.safe"),
     (dict, {"n_inner": 2**62}, "the model that the options describe cannot be built|a model of the .* numbers of the"),
     (without("h.1.mlp.c_fc.bias"), {}, r"decoder\.layers\.1\.fc1\.bias is missing"),
     (without("h.1.attn.c_proj.weight"), {}, r"decoder\.layers\.1\.self_attn\.out_proj\.weight is missing"),
@@ -184,7 +193,8 @@ def test_a_folder_as_it_is_published(folder, shards, names):
     """Weights of torch.save in one or two files, eos_token_id beyond the vocabulary, and names of the tokens."""
     tensors, arguments = make_tensors(), ["--end", "[CLS]" if names else 2]
     folder.save({}, eos_token_id=50256)
-    (folder.path / "model.safetensors").unlink()
+    for file in folder.path.glob("*model*"):  # also of the case before
+        file.unlink()
     whole = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
     files = {"pytorch_model.bin": sorted(whole)}
     if shards == 2:
@@ -379,7 +389,16 @@ def test_files_that_are_not_there_or_not_whole(folder):
     for content in ("{}", '{"weight_map": {"a": 1}}', "[]"):
         index.write_text(content)
         folder.refuses("must hold a JSON object" if content == "[]" else "must have a weight_map")
+    index.write_text('{"weight_map": {"wte.weight": "other.safetensors"}}')
+    folder.refuses(
+        r"must hold its weights once, got both model\.safetensors and model\.safetensors\.index\.json, which names"
+    )
+    index.write_text('{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}')
+    weights.rename(folder.path / "one.safetensors")
+    shutil.copy(folder.path / "one.safetensors", folder.path / "two.safetensors")
+    folder.refuses(r"must hold h\.0\.attn\.c_attn\.bias once, got it in one\.safetensors and in two\.safetensors")
     index.unlink()
+    (folder.path / "one.safetensors").rename(weights)
     whole = weights.read_bytes()
     for content in (b"", whole[:5], whole[:100], whole[:-4], b"x" * 100):
         weights.write_bytes(content)
