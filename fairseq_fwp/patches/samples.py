@@ -5,13 +5,16 @@ import hashlib
 import math
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from fairseq_fwp.patches.patch import patch
+
+if TYPE_CHECKING:
+    from fairseq.data import Dictionary
 
 # The key of a batch whose scores are averaged.
 EVERY_TOKEN = "every_token"
@@ -175,7 +178,7 @@ def separate_prompts(inference_step, self, generator, models, sample, prefix_tok
     return inference_step(self, generator, models, sample, prefix_tokens, constraints)
 
 
-def _refuse_lost_words(dictionary: Any, prompts: torch.Tensor) -> None:
+def _refuse_lost_words(dictionary: "Dictionary", prompts: torch.Tensor) -> None:
     """Raise ValueError for words after </s>, where a continuation ends; prompts (B, L), padded at their ends."""
     eos, after = dictionary.eos(), prompts[:, 1:]
     lost = prompts.eq(eos).cumsum(1)[:, :-1].bool() & after.ne(eos) & after.ne(dictionary.pad())

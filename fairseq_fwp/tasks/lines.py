@@ -3,7 +3,7 @@
 from argparse import ArgumentTypeError, Namespace
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Optional, TypeAlias
+from typing import Optional, TypeAlias
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from fairseq.data.indexed_dataset import get_available_dataset_impl
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.data.monolingual_dataset import collate
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import FairseqLanguageModel
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
@@ -141,7 +142,7 @@ class FwpLinesTask(LanguageModelingTask):
         return super().eval_lm_dataloader(dataset, *args, **kwargs)
 
     def build_generator(
-        self, models: list[FairseqLanguageModel], args: Any, *more: Any, **named: Any
+        self, models: list[FairseqLanguageModel], args: GenerationConfig, *more: object, **named: object
     ) -> SequenceGenerator | SequenceScorer:
         """Return fairseq's generator, or its scorer for --score-reference; args: the settings of generation."""
         self.prefix_size: int = setting(args, "prefix_size", 0)
@@ -171,7 +172,7 @@ class FwpLinesTask(LanguageModelingTask):
             return _after_first_word(prompts[:, 0], hypotheses)
         if prefix_tokens is not None and self.prefix_size:  # fairseq-generate cuts them off the targets of lines
             prefix_tokens = torch.cat([prompts[:, :1], prefix_tokens], 1)[:, : self.prefix_size]
-        return super().inference_step(_FromFirstWord(generator), models, sample, prefix_tokens, constraints)  # type: ignore[no-any-return]
+        return super().inference_step(_FromFirstWord(generator), models, sample, prefix_tokens, constraints)
 
 
 class _FromFirstWord:
