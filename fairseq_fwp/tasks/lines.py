@@ -103,6 +103,8 @@ class FwpLinesTask(LanguageModelingTask):
     --line-start word gives it each sequence as it was trained: from its own first word, at the first position.
     """
 
+    prefix_size: int = 0  # of the generator that was built last
+
     @classmethod
     def setup_task(cls, args: Namespace, **kwargs: object) -> "FwpLinesTask":
         """Set up the task. Raises ValueError for impossible settings, and FileNotFoundError without a dictionary."""
@@ -145,7 +147,7 @@ class FwpLinesTask(LanguageModelingTask):
         self, models: list[FairseqLanguageModel], args: GenerationConfig, *more: object, **named: object
     ) -> SequenceGenerator | SequenceScorer:
         """Return fairseq's generator, or its scorer for --score-reference; args: the settings of generation."""
-        self.prefix_size: int = setting(args, "prefix_size", 0)
+        self.prefix_size = setting(args, "prefix_size", 0)
         return super().build_generator(models, args, *more, **named)
 
     def inference_step(
