@@ -8,6 +8,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from safetensors.torch import load_file, save_file
 from support.refusals import refused
@@ -217,6 +218,9 @@ def test_weights_and_buffers_that_are_not_of_the_model(tmp_path, to):
         with pytest.raises(ValueError, match=f"{re.escape(name)} {says}"):
             fairseq_fwp.load(file if to == "fairseq" else out)
         refused(main, "--source", "fwp-lm", file if to == "fairseq" else out, "--out", tmp_path / "no", says=says)
+        if to == "fairseq" and "finite" not in says:
+            with pytest.raises((RuntimeError, ValueError), match=re.escape(name)):
+                checkpoint_utils.load_model_ensemble_and_task([str(file)], {"data": str(out)})
 
 
 def test_weights_in_several_files(saved, tmp_path):

@@ -59,5 +59,5 @@ def names_in(kinds: Kinds) -> set[str]:
 
 def unread_note(config: Settings, known: Collection[str]) -> list[str]:
     """Return a sentence about the settings that are not known, if there are any."""
-    others = ", ".join(sorted(config.keys() - GENERAL.keys() - known))
+    others = ", ".join(sorted(config.keys() - known - GENERAL.keys()))
     return [f"{CONFIG} has settings that are not read: {others}; the model must not depend on them"] * bool(others)

@@ -116,12 +116,8 @@ def complete(config: Settings) -> Settings:
 def window_of(config: Settings) -> int | None:
     """Return the window of all layers, None = none. Raises ValueError if layers have different ones."""
     window: int | None = config["sliding_window"] if "sliding_window" in MODELS[config["model_type"]] else None
-    full, sliding, layers, types = (
-        "full_attention",
-        "sliding_attention",
-        config["num_hidden_layers"],
-        config["layer_types"],
-    )
+    full, sliding, layers = "full_attention", "sliding_attention", config["num_hidden_layers"]
+    types = config["layer_types"]
     if "layer_types" not in MODELS[config["model_type"]]:
         usual = [full if window is None else sliding] * layers
         if types not in (None, usual):

@@ -153,6 +153,16 @@ def show_what_a_model_refuses(load, *args, **kwargs):
         raise
 
 
+@patch("fairseq.models.BaseFairseqModel.load_state_dict")
+def refuse_other_numbers(load, self, state_dict, *args, **kwargs):
+    """Refuse integers in place of floating-point numbers, and the reverse: PyTorch rounds them silently."""
+    for name, own in self.state_dict().items():
+        given = state_dict.get(name, own)
+        if torch.is_tensor(given) and given.is_floating_point() != own.is_floating_point():
+            raise ValueError(f"{name} of the checkpoint must be {own.dtype}, got {given.dtype}: {REMEDY}")
+    return load(self, state_dict, *args, **kwargs)
+
+
 @patch("fairseq.models.transformer.TransformerDecoderBase.upgrade_state_dict_named")
 def add_no_projection(upgrade, self, state_dict, name):
     """Add shared output vectors only to models that have them: fairseq does so with an adaptive softmax too."""

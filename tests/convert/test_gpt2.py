@@ -14,6 +14,7 @@ from support.pairwise import looped
 import fairseq_fwp
 from fairseq_fwp.cli import export
 from fairseq_fwp.cli.convert import main
+from fairseq_fwp.convert import gpt2
 from tests.convert.conftest import Folder, ones, without
 
 WORDS, POSITIONS, DIM, HEADS, LAYERS = 30, 12, 16, 4, 2
@@ -142,8 +143,7 @@ REFUSALS = [
     *((dict, {name: 2**40}, rf"{name} in .*config\.json must be at most \d+, the greatest size of the weights, got 1,")
       for name in ("n_embd", "n_head", "n_layer", "vocab_size")),
     *((dict, {alias: 3}, f"{alias} and {name} in config.json must be equal, two names of one setting, got 3 and ")
-      for alias, name in (("hidden_size", "n_embd"), ("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer"),
-                          ("max_position_embeddings", "n_positions"))),
+      for alias, name in gpt2.ALIASES.items()),
     (dict, {"n_positions": 11}, r"wpe\.weight must have 11 rows, n_positions of config\.json, got 12"),
     (dict, {"is_causal": False}, "is_causal = False, which cannot be converted: its tokens see later ones"),
     (dict, {"text_config": {"n_head": 2}}, "text_config = .* its language model is a part of another model"),

@@ -58,6 +58,7 @@ TESTS = {
     "save_repeated_words": "test_dictionaries::test_words_that_come_again_are_saved_so",
     "refuse_in_evaluation refuse_at_resume": "test_dictionaries::test_other_words_are_refused",
     "name_the_linear_activation": "test_language_model::test_a_pickled_model_is_the_same",
+    "refuse_other_numbers": "test_pretrained::test_weights_and_buffers_that_are_not_of_the_model",
     "add_no_projection": "test_fwp_transformer::test_tied_embeddings_with_an_adaptive_softmax",
     "copy_data_in_each_epoch": "test_tasks::test_workers_make_the_samples_of_each_epoch",
     "refuse_impossible_tokens": "test_eval_lm::test_an_impossible_token_is_named",
