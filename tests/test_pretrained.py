@@ -173,6 +173,7 @@ def test_hostile_folders_are_refused_before_they_take_memory(tmp_path):
         "favor_features in the settings must be at most": {"favor_features": 2**40},
         "model of the .* numbers of the weights, got one of": {"decoder_ffn_embed_dim": 2**40},
         "the model that the options describe cannot be built": {"decoder_ffn_embed_dim": 2**62},
+        "the settings of the model cannot be read": {"activation_fn": json.loads("[" * 500 + "]" * 500)},
     }.items():
         config.write_text(json.dumps(settings | changes))
         with pytest.raises(ValueError, match=says) as raised:
@@ -182,12 +183,12 @@ def test_hostile_folders_are_refused_before_they_take_memory(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json cannot be read: maximum recursion depth"):
         fairseq_fwp.load(folder)
     config.write_text(json.dumps(settings))
-    for file in (folder / "dict.txt", config, folder / "model.safetensors"):
+    for file in (folder / "dict.txt", config, folder / "model.safetensors", path):
         file.unlink()
         for make in (os.mkfifo, lambda file: file.symlink_to("/dev/zero")):
             make(file)
             with pytest.raises(ValueError, match=rf"{file.name} must be a regular file, got a device or a pipe"):
-                fairseq_fwp.load(folder)
+                fairseq_fwp.load(path if file == path else folder)
             file.unlink()
         file.write_text(json.dumps(settings) if file == config else "w0 1\n")
 

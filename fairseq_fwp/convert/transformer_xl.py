@@ -21,6 +21,7 @@ from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.options import Settings
 from fairseq_fwp.patches.data import check_file
 from fairseq_fwp.pretrained.checkpoint import unpickle
+from fairseq_fwp.pretrained.folder import is_stored
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
@@ -68,7 +69,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
 def read_state_dict(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """A state dict, and the options of its training. Raises ValueError for any other file."""
     loaded = unpickle(path, EXPORT)
-    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+    if not isinstance(loaded, dict) or not all(map(is_stored, loaded.values())):
         raise ValueError(f"{path} must be a state dict of named tensors, got other objects: {EXPORT}")
     return loaded, read_saved(path.parent)
 

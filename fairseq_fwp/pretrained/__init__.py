@@ -68,7 +68,7 @@ def build(weights: dict[str, Tensor], settings: Settings, words: list[str]) -> L
     saved = {name: settings[name] for name in options if settings.get(name) is not None}
     try:
         cfg = OmegaConf.merge(options, {**OF_TASK, **saved})
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
         raise ValueError(f"the settings of the model cannot be read: {str(error).splitlines()[0]}") from error
     model: LanguageModel = build_filled(lambda: kind.build_model(cfg, task), weights, saved)
     return model

@@ -33,6 +33,7 @@ from fairseq_fwp.patches.checkpoints import (
     take_fingerprints,
 )
 from fairseq_fwp.patches.data import check_file
+from fairseq_fwp.pretrained.folder import is_stored
 
 Model = TypeVar("Model", bound=nn.Module)
 SLACK = 2**20  # numbers that a small model may have besides its weights, such as random features
@@ -96,14 +97,14 @@ class Checkpoint:
         Raises ValueError for a checkpoint that lacks what fairseq saves next to a model.
         """
         saved = self.saved
-        if saved.get("cfg") is not None:
-            saved["cfg"] = OmegaConf.create(saved["cfg"], flags={"allow_objects": True})
         try:
+            if saved.get("cfg") is not None:
+                saved["cfg"] = OmegaConf.create(saved["cfg"], flags={"allow_objects": True})
             checkpoint_utils._upgrade_state_dict(saved)
         except KeyError as error:
             actual = f"a file without {error}: {REMEDY}"
             raise ValueError(f"{self.path} must be a checkpoint of fairseq, got {actual}") from error
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.path} must be a checkpoint of fairseq, got another file") from error
         saved["args"] = None  # checkpoints of an earlier fairseq have both, and it would read these again
         cfg: FairseqConfig = saved["cfg"]
@@ -124,6 +125,7 @@ class Checkpoint:
         Raises ValueError or RuntimeError if the weights do not fit the settings or the dictionaries.
         """
         self.saved["cfg"] = cfg = self.cfg
+        check_counts(self.weights, self.settings)
         if issubclass(ARCH_MODEL_REGISTRY.get(self.model_name, object), TrainedModel):
             sketch(lambda: task.build_model(cfg.model, from_checkpoint=True), self.weights, self.settings)
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([self.path], task=task, state=self.saved)
@@ -138,7 +140,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     fault = ""
     if not isinstance(weights, dict):
         fault = "a file without a model"
-    elif not all(isinstance(weight, Tensor) for weight in weights.values()):
+    elif not all(map(is_stored, weights.values())):
         fault = "a model with objects that are not tensors"
     elif settings is None:
         fault = "a file without the settings of its model"
@@ -198,13 +200,7 @@ def sketch(build: Callable[[], Model], weights: Mapping[str, Tensor], settings: 
 
     Raises ValueError for a model of far more numbers than its weights have.
     """
-    there = sum(x.numel() for x in weights.values())
-    # Settings that take time while a model is built, or memory when it runs, by the end of their names.
-    limits = {"_layers": len(weights), "_features": there + SLACK // 16, "_window": there + SLACK}
-    for name, value in settings.items():
-        most = next((most for end, most in limits.items() if name.endswith(end)), inf)
-        if isinstance(value, int) and value > most:
-            raise ValueError(f"{name} in the settings must be at most {most:,} with these weights, got {value:,}")
+    check_counts(weights, settings)
     before = logging.root.manager.disable
     logging.disable()  # it warns when it is built once more
     try:
@@ -216,12 +212,23 @@ def sketch(build: Callable[[], Model], weights: Mapping[str, Tensor], settings: 
         ) from error
     finally:
         logging.disable(before)
+    there = sum(x.numel() for x in weights.values())
     needed = sum(x.numel() for x in {*model.parameters(), *model.buffers()})
     if needed > 2 * there + SLACK:
         raise ValueError(
             f"the options must describe a model of the {there:,} numbers of the weights, got one of {needed:,}"
         )
     return model
+
+
+def check_counts(weights: Mapping[str, Tensor], settings: Settings) -> None:
+    """Raise ValueError for settings with which a model takes any time to build, or any memory to run."""
+    there = sum(x.numel() for x in weights.values())
+    limits = {"_layers": len(weights), "_features": there + SLACK // 16, "_window": there + SLACK}
+    for name, value in settings.items():
+        most = next((most for end, most in limits.items() if name.endswith(end)), inf)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{name} in the settings must be at most {most:,} with these weights, got {value:,}")
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
