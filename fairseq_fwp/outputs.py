@@ -1,9 +1,11 @@
-"""Files and folders that are complete under their names, or not there."""
+"""Files and folders that are complete under their names, or not there, and commands that end by one sentence."""
 
 import contextlib
+import errno
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,3 +49,24 @@ def _locked(folder: Path, wait: bool) -> Iterator[bool]:
         except (ImportError, OSError):
             alone = False
         yield alone
+
+
+@contextlib.contextmanager
+def one_sentence(command: str) -> Iterator[None]:
+    """End a command by one sentence where it raises ValueError or OSError, or cannot write to standard output."""
+    failure, unwritten = "", None if sys.stdout else "it is closed"
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        failure = " ".join(str(error).split())
+        if isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC):
+            failure, unwritten = "", error.strerror
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError as error:
+        unwritten = error.strerror
+    if sys.stdout and unwritten:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more, and complains
+    if failure or unwritten:
+        sys.exit(f"{command}: {failure or f'standard output cannot be written: {unwritten}'}")

@@ -1,14 +1,13 @@
 """Console commands that fairseq lacks."""
 
 import argparse
-import contextlib
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
-from fairseq_fwp.outputs import unfinished
+from fairseq_fwp.outputs import one_sentence, unfinished
 
 # OpenMP reads this when torch is imported. On a busy machine, threads that spin while they wait take cores from the
 # threads they wait for. On an idle one, threads that sleep at once are as slow. So threads spin for a short time.
@@ -21,6 +20,14 @@ def start_logging() -> None:
     logging.basicConfig(level=os.environ.get("LOGLEVEL", "INFO").upper())
 
 
+class Parser(argparse.ArgumentParser):
+    """The parser of a command. argparse itself exits with 0 where its help cannot be written."""
+
+    def print_help(self, file: IO[str] | None = None) -> None:
+        with one_sentence(self.prog):
+            print(self.format_help(), end="", file=file)
+
+
 def make_parser(documentation: str | None) -> argparse.ArgumentParser:
     """Return a command's parser. The documentation begins with its name and a summary: "fwp-info: versions, ...".
 
@@ -29,24 +36,7 @@ def make_parser(documentation: str | None) -> argparse.ArgumentParser:
     summary, _, text = (documentation or "").partition("\n")
     name, _, description = summary.partition(": ")
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(name or None, None, description, text, formatter_class=form, allow_abbrev=False)
-
-
-@contextlib.contextmanager
-def one_sentence(command: str) -> Iterator[None]:
-    """End a command by one sentence where it raises ValueError or OSError, or cannot write to standard output."""
-    failure = ""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        failure = " ".join(str(error).split())
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more, and complains
-        failure = f"standard output cannot be written: {error.strerror}"
-    if failure:
-        sys.exit(f"{command}: {failure}")
+    return Parser(name or None, None, description, text, formatter_class=form, allow_abbrev=False)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

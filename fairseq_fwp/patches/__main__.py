@@ -1,5 +1,6 @@
 """Print the table of patches in Markdown."""
 
+from fairseq_fwp.outputs import one_sentence
 from fairseq_fwp.patches import PATCHES
 
 
@@ -12,4 +13,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    with one_sentence("fairseq_fwp.patches"):
+        print(table())

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from support.pairwise import looped
 
 from fairseq_fwp import outputs
-from fairseq_fwp.cli import arguments, plot, write_whole
+from fairseq_fwp.cli import arguments, make_parser, plot, write_whole
 from fairseq_fwp.cli.logs import Run
 from fairseq_fwp.convert.checkpoint import new_folder
 
@@ -127,13 +128,25 @@ def test_a_place_without_permission_is_refused_at_once(tmp_path, monkeypatch):
             kind(str(tmp_path / "new"))
 
 
-@looped("output", ["/dev/full", "a pipe that nobody reads"])
-def test_output_that_cannot_be_written(output):
-    command = [Path(sys.executable).with_name("fwp-info"), "--hydra", "delta_lm_wt103"]
+REASONS = {"/dev/full": "No space left on device", "a pipe that nobody reads": "Broken pipe", "": "it is closed"}
+PATCHES = "python -u -m fairseq_fwp.patches"
+COMMANDS = [("fwp-info --hydra delta_lm_wt103", "a pipe that nobody reads"), (PATCHES, "/dev/full"), (PATCHES, "")]
+
+
+@looped("command, output", [*COMMANDS, *(("fwp-plot --help", output) for output in REASONS)])
+def test_output_that_cannot_be_written(command, output):
+    program, *arguments = command.split()
     reader, writer = os.pipe()
     os.close(reader)
     stdout = os.open(output, os.O_WRONLY) if output == "/dev/full" else writer
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, check=False)
-    reason = "No space left on device" if output == "/dev/full" else "Broken pipe"
-    assert done.stderr == f"fwp-info: standard output cannot be written: {reason}\n" and done.returncode == 1
+    shell = ["bash", "-c", f'"$@"{"" if output else " >&-"}', "-", Path(sys.executable).with_name(program)]
+    how = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "env": environment, "check": False}
+    done = subprocess.run([*shell, *arguments], **how)
+    name = program if program.startswith("fwp") else "fairseq_fwp.patches"
+    assert done.stderr == f"{name}: standard output cannot be written: {REASONS[output]}\n" and done.returncode == 1
+
+
+def test_a_parser_without_a_documentation():
+    """As with `python -OO`."""
+    assert re.match(r"usage: \S+ \[-h\]", make_parser(None).format_help())
