@@ -25,7 +25,7 @@ def _register() -> None:
 
     patches.apply()
     # Only here: they import more of fairseq, which must be patched first.
-    from fairseq_fwp import distillation, models, synthetic, tasks  # noqa: F401
+    from fairseq_fwp import distillation, former_states, models, synthetic, tasks  # noqa: F401
     from fairseq_fwp.fast_weight_layer import model  # noqa: F401
 
 

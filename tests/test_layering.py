@@ -33,6 +33,7 @@ ROOMS = {
     "decoding": {"torch", "fairseq_fwp.modules"},
     "models": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.modules", "fairseq_fwp.ops"},
     "fast_weight_layer": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
+    "former_states": {"torch"} | {f"fairseq_fwp.{room}" for room in ("fast_weight_layer", "models", "modules")},
     # Of a model they only use what `decoding` names.
     "evaluation": {"torch", "fairseq_fwp.decoding", "fairseq_fwp.modules.onednn"},
     "tasks": BASE | {"fairseq_fwp.decoding"},

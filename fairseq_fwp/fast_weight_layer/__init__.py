@@ -28,9 +28,5 @@ from fairseq_fwp.fast_weight_layer.update import FAST_WEIGHTS, FastWeightLayerSt
 
 __all__ = ["FAST_WEIGHTS", "GRADIENTS_AT", "FastWeightLayer", "FastWeightLayerState", "Gradients"]
 
-# A checkpoint in mid-epoch holds the state of its streams; earlier ones have these names for its parts.
-STATES = (FastWeightLayerState, Gradients)
-FORMER = [f"fairseq_fwp.modules.fast_weight_layer.{module}" for module in ("", "state.")]
-torch.serialization.add_safe_globals(
-    [*STATES, *((state, f"{module}{state.__name__}") for state in STATES for module in FORMER)]
-)
+# A checkpoint in mid-epoch holds the state of its streams.
+torch.serialization.add_safe_globals([FastWeightLayerState, Gradients])

@@ -91,17 +91,6 @@ LAYER_OPTIONS = {
 }
 
 
-class FwlState:
-    """The state of a decoder and a fast weight layer in earlier checkpoints; now the layer's is the last of all."""
-
-    def __new__(cls, base: DecoderState, layer: FastWeightLayerState) -> DecoderState:  # type: ignore[misc]
-        return DecoderState((*base.layers, layer), base.positions)
-
-
-# A checkpoint in mid-epoch holds the state of its streams.
-torch.serialization.add_safe_globals([FwlState, (FwlState, "fairseq_fwp.models.fwp_fwl_lm.FwlState")])
-
-
 def split(state: DecoderState | None) -> tuple[DecoderState | None, FastWeightLayerState | None]:
     """Return the states of the decoder below the layer and of the layer; None = nothing read."""
     return (None, None) if state is None else (DecoderState(state.layers[:-1], state.positions), state.layers[-1])

@@ -21,7 +21,6 @@ from fairseq_fwp.decoding import Extra, Sample
 from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.models.attentions import ATTENTIONS
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
-from fairseq_fwp.modules.attention import FORMER_NAMES, SegmentMemory
 from fairseq_fwp.modules.attention.base import Attention, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.decoder_layer import DecoderLayer, LayerState
@@ -124,12 +123,11 @@ STATES: set[type[StateTree]] = {
     LayerState,
     *(state for kind in ATTENTIONS.values() for state in kind.module.states),
 }
-# A checkpoint in mid-epoch holds the state of its streams, under the class names of its time.
-torch.serialization.add_safe_globals([*STATES, *FORMER_NAMES, (LayerState, "fairseq_fwp.modules.layers.LayerState")])
-# Models saved by torch.export.save take and return these states, some under former names.
+# A checkpoint in mid-epoch holds the state of its streams.
+torch.serialization.add_safe_globals([*STATES])
+# Models saved by torch.export.save take and return these states.
 for _state in STATES:
-    _name = {SegmentMemory: "Memory"}.get(_state, _state.__name__)
-    torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_name}")
+    torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_state.__name__}")
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):

@@ -1,19 +1,20 @@
-"""Models as objects: pickled, copied, loaded under former names, and with oneDNN's products."""
+"""Models as objects: pickled, copied, with oneDNN's products, and states under former names."""
 
 import copy
 import io
 import pickle
 import sys
-from types import ModuleType
+from collections import namedtuple
+from types import SimpleNamespace
 
-import pytest
 import torch
 from support.pairwise import looped
 from support.small_models import build_model, build_retrieval, build_translation, random_tokens
+from torch.utils._pytree import tree_leaves
 
+from fairseq_fwp.former_states import FORMER, FwlState
+from fairseq_fwp.models.decoder import DecoderState
 from fairseq_fwp.modules import onednn
-from fairseq_fwp.modules.attention import FORMER_NAMES
-from fairseq_fwp.modules.decoder_layer import LayerState
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 
 LANGUAGE_MODELS = ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"]
@@ -75,16 +76,6 @@ def test_a_pickled_model_is_the_same(arch):
             assert torch.equal(found, expected)
 
 
-@looped("arch", ["delta_favor_lm_wt103", "fwl_xl_lm_wt103"])
-def test_a_model_pickled_before_its_layers_moved_is_the_same(arch):
-    model, inputs = with_inputs(arch)
-    file = pickle.dumps(model, protocol=0)  # which has the names of classes as text
-    for moved in (b"decoder_layer", b"dropout"):
-        file = file.replace(b"cfairseq_fwp.modules.%b\n" % moved, b"cfairseq_fwp.modules.layers\n")
-    assert b"cfairseq_fwp.modules.layers\nD" in file
-    assert torch.equal(pickle.loads(file)(*inputs)[0], model(*inputs)[0])
-
-
 DRAWING = [("delta_favor_lm_wt103", {}, 2), ("sum_favor64_retrieval", {}, 1)]
 DRAWING += [("sum_favor_mt_wmt14_en_de", {"checkpoint_activations": again}, 6) for again in (False, True)]
 
@@ -101,23 +92,17 @@ def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation(arch,
     assert len({feature_map.projection.sum().item() for feature_map in maps}) == len(maps) == count
 
 
-MOVED = (*FORMER_NAMES, (LayerState, "fairseq_fwp.modules.layers.LayerState"))
-
-
-@pytest.mark.parametrize(("kind", "former"), MOVED, ids=lambda x: getattr(x, "__name__", None))
-def test_states_of_files_written_before_their_modules_moved_are_loaded(kind, former, monkeypatch):
+@looped("former", FORMER)
+def test_states_of_earlier_commits_are_loaded(former, monkeypatch):
     """A checkpoint in mid-epoch has the name of the class, and torch only loads names that it knows."""
     module, _, name = former.rpartition(".")
-    state = kind(*(torch.randn(2, 3) for _ in kind._fields))
-    monkeypatch.setitem(sys.modules, module, ModuleType(module))
-    setattr(sys.modules[module], name, kind)
-    monkeypatch.setattr(kind, "__module__", module)
-    present = kind.__qualname__
-    kind.__qualname__ = name
-    file = io.BytesIO()
-    torch.save(state, file)
-    kind.__qualname__ = present
-    monkeypatch.undo()
-    found = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    assert type(found) is kind
-    assert all(torch.equal(one, other) for one, other in zip(found, state, strict=True))
+    kind, x = FORMER[former], torch.randn(2, 3)
+    parts = {"base": DecoderState((x,), x), "layer": x} if kind is FwlState else dict.fromkeys(kind._fields, x)
+    earlier, file = namedtuple(name, parts, module=module), io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module, SimpleNamespace(**{name: earlier}))
+        torch.save(earlier(**parts), file)
+    file.seek(0)
+    found, expected = torch.load(file, weights_only=True), kind(**parts)
+    assert type(found) is type(expected)
+    assert all(map(torch.equal, tree_leaves(found), tree_leaves(expected)))

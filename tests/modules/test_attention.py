@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-import pickle
 import re
 
 import pytest
@@ -270,20 +269,6 @@ def test_softmax_attention_is_its_definition(window, options, pieces):
     torch.testing.assert_close(torch.cat(outs, 1), by_definition(layer, x))
     assert state.keys.shape[1:3] == (options.get("kv_heads", HEADS), min((window or 99) - 1, sum(pieces)))
     assert layer.out_proj.bias is None
-
-
-@looped("normalised", [False, True])
-def test_pickles_of_softmax_attention(normalised):
-    """Those of former versions do not say that the layer does not normalise queries and keys, nor scale angles."""
-    layer, x = SoftmaxAttention(DIM, HEADS, qk_norm=normalised), torch.randn(1, 5, DIM)
-    if not normalised:
-        del layer.__dict__["query_norm"], layer.__dict__["key_norm"], layer.__dict__["rope_scaling"]
-    loaded = pickle.loads(pickle.dumps(layer))
-    assert [loaded.query_norm is None, loaded.key_norm is None] == 2 * [not normalised]
-    if normalised:
-        assert torch.equal(loaded(x)[0], layer(x)[0])
-    else:
-        torch.testing.assert_close(loaded(x)[0].double(), by_definition(loaded.double(), x.double()), rtol=0, atol=1e-6)
 
 
 def relative(positions="relative", clamp_len=None, window=None):

@@ -5,7 +5,7 @@ import torch
 from support.attentions import memories, random, rule_inputs
 from support.pairwise import looped
 
-from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState, TimeMix
+from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.memory import Memory
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -60,24 +60,3 @@ def test_whole_sequences_are_read_as_by_a_memory_with_a_state(rule, backend):
             assert state.normalizer is None
         else:
             torch.testing.assert_close(state.normalizer, z)
-
-
-LAYERS = {
-    "fast weights": lambda: FastWeightAttention(16, 2, FEATURE_MAPS["elu"](8), "gated_delta"),
-    "Delta RNN": lambda: DeltaRnn(16, 2, FEATURE_MAPS["elu"](8)),
-    "time mixing": lambda: TimeMix(16, 2),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_that_was_pickled_before_it_had_a_memory_is_the_same(name):
-    layer = LAYERS[name]()
-    former = dict(layer.__dict__)
-    memory = former.pop("recurrent" if name == "Delta RNN" else "memory")
-    former["backend"] = memory.backend
-    if name == "fast weights":
-        former |= {"rule": memory.rule, "attention_normalization": memory.normalization}
-    loaded = type(layer).__new__(type(layer))
-    loaded.__setstate__(former)
-    x = random(2, 5, 16).float()
-    assert torch.equal(loaded(x)[0], layer(x)[0]) and loaded.__dict__.keys() == layer.__dict__.keys()

@@ -14,18 +14,7 @@ from fairseq_fwp.modules.attention.time_mix import TimeMix
 # The name of softmax among update rules and feature maps too.
 SOFTMAX = "softmax"
 
-# Types of states under their names in files that were written before they moved.
-FORMER_NAMES = (
-    (FastWeightState, "fairseq_fwp.modules.fast_weight_attention.FastWeightState"),
-    (FastWeightState, "fairseq_fwp.modules.attention.state.FastWeightState"),
-    (FastWeightState, "fairseq_fwp.modules.attention.fast_weight.FastWeightState"),
-    (KeyValueCache, "fairseq_fwp.modules.softmax_attention.KeyValueCache"),
-    (SegmentMemory, "fairseq_fwp.modules.relative_attention.Memory"),
-    (SegmentMemory, "fairseq_fwp.modules.attention.relative.Memory"),
-)
-
 __all__ = [
-    "FORMER_NAMES",
     "SOFTMAX",
     "DeltaRnn",
     "FastWeightAttention",

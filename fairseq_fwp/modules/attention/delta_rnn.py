@@ -66,12 +66,6 @@ class DeltaRnn(Attention):
         self.recurrent_proj = nn.Linear(embed_dim, 2 * embed_dim + num_heads, bias=False)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Load a pickle; in those of former versions the layer has the backend of its second memory."""
-        super().__setstate__(state)
-        if "recurrent" not in state:
-            self.recurrent = Memory(find_rule("delta"), backend=self.__dict__.pop("backend"))
-
     def forward(
         self,
         x: Tensor,

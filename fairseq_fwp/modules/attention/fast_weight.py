@@ -163,12 +163,6 @@ class FastWeightAttention(Attention):
             self.output_gate = nn.Linear(embed_dim, values, bias=False) if low is None else nn.Sequential(*low)
         self.initialize()
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Load a pickle; in those of former versions the layer has the parts of its memory."""
-        super().__setstate__(state)
-        if "memory" not in state:
-            self.memory = Memory(*(self.__dict__.pop(name) for name in ("rule", "attention_normalization", "backend")))
-
     @property
     def rule(self) -> UpdateRule:
         """The update rule of the memory."""

@@ -92,12 +92,6 @@ class SoftmaxAttention(Attention):
         self.query_norm, self.key_norm = (layer_norm(size, True, norm_epsilon) if qk_norm else None for _ in range(2))
         self.out_proj = nn.Linear(heads * size, embed_dim, bias=bias)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Load a pickle; in those of former versions the layer does not normalise q and k, nor scale angles."""
-        super().__setstate__(state)
-        if "rope_scaling" not in state:
-            self.query_norm, self.key_norm, self.rope_scaling = None, None, None
-
     def forward(
         self,
         x: Tensor,

@@ -93,12 +93,6 @@ class TimeMix(Attention):
         self.rate_scale.fill_(1.02)
         self.bonus.fill_(-0.04)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Load a pickle; in those of former versions the layer has the backend of its memory."""
-        super().__setstate__(state)
-        if "memory" not in state:
-            self.memory = Memory(find_rule("rwkv7"), backend=self.__dict__.pop("backend"))
-
     def forward(
         self,
         x: Tensor,
