@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -13,6 +14,11 @@ from fairseq_fwp.outputs import one_sentence, unfinished
 # threads they wait for. On an idle one, threads that sleep at once are as slow. So threads spin for a short time.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+
+try:
+    os.getcwd()
+except FileNotFoundError:  # before torch is imported: there its library MKL ends the process
+    sys.exit(f"{Path(sys.argv[0]).name}: the current folder must exist, got one that was removed: go to another one")
 
 
 def start_logging() -> None:

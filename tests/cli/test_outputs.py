@@ -150,3 +150,14 @@ def test_output_that_cannot_be_written(command, output):
 def test_a_parser_without_a_documentation():
     """As with `python -OO`."""
     assert re.match(r"usage: \S+ \[-h\]", make_parser(None).format_help())
+
+
+@looped("command", ["fwp-convert --help", "fwp-plot --dpfp"])
+def test_a_current_folder_that_was_removed(tmp_path, command):
+    """Where it is, torch imports a library that ends the process."""
+    folder, (program, flag) = tmp_path / "folder", command.split()
+    folder.mkdir()
+    shell = ["bash", "-c", 'rmdir "$PWD" && exec "$@"', "-", Path(sys.executable).with_name(program), flag]
+    done = subprocess.run(shell, cwd=folder, capture_output=True, text=True, check=False)
+    sentence = "the current folder must exist, got one that was removed: go to another one"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{program}: {sentence}\n")
