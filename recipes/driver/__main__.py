@@ -29,6 +29,8 @@ KINDS = {
 def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] not in KINDS:
         sys.exit(f"usage: python recipes/driver {{{','.join(KINDS)}}} --recipe FOLDER ...")
+    if sys.stdout is None:
+        sys.exit("run.sh: standard output must be open, got a closed one: give a file, or /dev/null.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         module, compose = KINDS[arguments[0]]

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from commands import RecipeError
 
+from fairseq_fwp import cli
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(cli.Parser):
     """The parser of a kind of recipe; unknown flags are for fairseq."""
 
     def __init__(self, stages: dict[str, str], rest: str, own_data: str = "") -> None:

@@ -50,6 +50,13 @@ def test_the_help_of_every_recipe(recipe, tmp_path):
     assert "share of <unk> tokens" in stages or "--test" not in options
 
 
+@looped("output, reason", [("/dev/full", "cannot be written: No space left on device"), ("&-", "must be open, got a")])
+def test_output_that_cannot_be_written(output, reason):
+    command = f"{sys.executable} {Path(commands.__file__).parent} problems --recipe x -- --help >{output}"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr.startswith(f"run.sh: standard output {reason}") and done.returncode == 1
+
+
 def test_what_is_half_made_does_not_count(tmp_path):
     with pytest.raises(KeyError), commands.whole(tmp_path / "a" / "data") as work:
         work.mkdir()
