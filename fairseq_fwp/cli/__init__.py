@@ -6,12 +6,9 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fairseq_fwp.outputs import one_sentence, unfinished
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 # OpenMP reads this when torch is imported. On a busy machine, threads that spin while they wait take cores from the
 # threads they wait for. On an idle one, threads that sleep at once are as slow. So threads spin for a short time.
@@ -32,7 +29,7 @@ def start_logging() -> None:
 class Parser(argparse.ArgumentParser):
     """The parser of a command. argparse itself exits with 0 where its help cannot be written."""
 
-    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
+    def print_help(self, file: Any = None) -> None:
         with one_sentence(self.prog):
             print(self.format_help(), end="", file=file)
 
