@@ -167,7 +167,7 @@ def load_text(
         samples = [by_line[index] for index in range(len(by_line))]
         inputs, targets = (torch.cat([sample[name] for sample in samples]) for name in ("source", "target"))
         return Text(inputs, targets, (0, *by_line.sizes.cumsum()[:-1].tolist()))
-    lines = texts.Text(dataset)
+    lines = texts.JoinedLines(dataset)
     tokens = lines.tokens(0, len(lines)).long()
     if reset_after is None:
         return Text.after(first, tokens)

@@ -29,6 +29,7 @@ from fairseq_fwp.modules.feature_maps import resample
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.rule import is_transformed
 from fairseq_fwp.options import Settings, option
 
 logger = logging.getLogger(__name__)
@@ -281,7 +282,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
                 x = self.layernorm_embedding(x)
             x = self.dropout(x)
             # A compiled graph, and a transform of torch.func, take one path for all inputs.
-            one_path = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+            one_path = torch.compiler.is_compiling() or is_transformed()
             mask = padding if self.reads_padding and (one_path or padding.any()) else None
             for index, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
                 if self.layer_positions is not None:

@@ -73,11 +73,9 @@ class DecoderLayer(nn.Module):
 
         first, shared: as `Attention` takes them.
         """
-        recent = None
-        if self.token_shift is not None and state is not None:
-            state, recent = state
+        before, recent = (state, None) if self.token_shift is None or state is None else state
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
-        y, state = self.self_attn(y, state, key_padding_mask, first, shared)
+        y, after = self.self_attn(y, before, key_padding_mask, first, shared)
         if last is not None and self.token_shift is None:
             x, y = x[:, -last:], y[:, -last:]
         x = x + self.dropout(y)
@@ -86,12 +84,12 @@ class DecoderLayer(nn.Module):
         y = self.final_layer_norm(x) if self.normalize_before else x
         if self.token_shift is not None:
             mixed, recent = self.token_shift(y, recent, key_padding_mask, first)
-            y, state = mixed[0], LayerState(state, recent)
+            y, after = mixed[0], LayerState(after, recent)
             if last is not None:
                 x, y = x[:, -last:], y[:, -last:]
         y = self.fc2(self.activation_dropout(self.activation(self.fc1(y))))
         x = x + self.dropout(y)
-        return (x if self.normalize_before else self.final_layer_norm(x)), state
+        return (x if self.normalize_before else self.final_layer_norm(x)), after
 
 
 def squared_relu(x: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ def is_transformed() -> bool:
 class Rule:
     """An update rule as a function of tensors: state in, state out, no parameters.
 
-    It has the name, the signature and the help text of a function, and is pickled as one: by its name in the module of
-    its step.
+    It has the name, the signature, the help text and the source of a function, and is pickled as one: by its name in
+    the module of its step.
 
     name: of the function, for errors.
     step: the definition of the rule: (memory, k_t, v_t, *gates_t) -> memory after token t, all in the state's dtype.
@@ -70,7 +70,7 @@ class Rule:
             "__qualname__": self.name,
             "__module__": self.step.__module__,
         }
-        of_function |= {"__doc__": self.step.__doc__, "__signature__": Signature(parameters)}
+        of_function |= {"__doc__": self.step.__doc__, "__signature__": Signature(parameters), "__wrapped__": self.step}
         for attribute, value in of_function.items():
             object.__setattr__(self, attribute, value)
 

@@ -24,7 +24,7 @@ from fairseq_fwp.decoding import Sample, streaming
 from fairseq_fwp.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.streams import StreamIterator, Streams
-from fairseq_fwp.tasks.text import BLANK_LINE, Text, TextBlocks, document_starts, read_split
+from fairseq_fwp.tasks.text import BLANK_LINE, JoinedLines, TextBlocks, document_starts, read_split
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: object) -> None:
         """Load the text of a split in blocks. Raises FileNotFoundError, or ValueError for an empty text."""
         _, lines = read_split(self.args, self.dictionary, split, epoch, combine)
-        text = Text(lines)
+        text = JoinedLines(lines)
         separator = self.args.reset_state_after
         documents = document_starts(text, self.dictionary, separator) if separator else None
         if documents is not None:

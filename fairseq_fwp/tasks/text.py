@@ -33,7 +33,7 @@ def read_split(
     return path, lines
 
 
-class Text:
+class JoinedLines:
     """The lines of an indexed data set as one sequence of tokens."""
 
     def __init__(self, lines: Any) -> None:
@@ -60,7 +60,7 @@ class TextBlocks(FairseqDataset):
 
     def __init__(
         self,
-        text: Text,
+        text: JoinedLines,
         block_size: int,
         start_token: int,
         document_starts: np.ndarray | None = None,
@@ -102,7 +102,7 @@ class TextBlocks(FairseqDataset):
     size = num_tokens
 
 
-def document_starts(text: Text, dictionary: Dictionary, separator: str) -> np.ndarray:
+def document_starts(text: JoinedLines, dictionary: Dictionary, separator: str) -> np.ndarray:
     """Return the starts of documents that end with the symbol `separator` or an empty line (`BLANK_LINE`)."""
     if separator == BLANK_LINE:
         short = np.flatnonzero(np.asarray(text.lines.sizes) == 1)

@@ -122,4 +122,5 @@ def test_a_rule_looks_like_a_function_and_is_pickled_as_one():
     assert repr(ops.delta_rule) == f"delta_rule{inspect.signature(ops.delta_rule)}" == f"delta_rule{arguments}"
     assert repr(ops.delta_rule) in pydoc.render_doc(ops.delta_rule) and "Widrow" in pydoc.render_doc(ops.delta_rule)
     assert ops.delta_rule.__name__ == ops.delta_rule.__qualname__ == "delta_rule"
+    assert inspect.getsource(ops.delta_rule) == inspect.getsource(ops.delta_rule.step)
     assert pickle.loads(pickle.dumps(ops.delta_rule)) is copy.deepcopy(ops.delta_rule) is ops.delta_rule
