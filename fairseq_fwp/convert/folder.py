@@ -7,8 +7,6 @@ dict.txt the words.
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import count as counted
-from itertools import islice
 from pathlib import Path
 
 from fairseq.data import Dictionary
@@ -51,10 +49,16 @@ def words_of_tokens(name: str, sizes: Sequence[str], path: Path, vocabulary: Pat
     words = given_words(path, file)
     if len(words) > count:
         raise ValueError(f"{file} must have at most {count} words, vocab_size in {path / CONFIG}, got {len(words)}")
-    # Rows that only fill the table get fairseq's names of such words, unless the vocabulary has them.
     known = {*words}
-    fillers = (name for number in counted() if (name := f"madeupword{number:04d}") not in known)
-    return [*words, *islice(fillers, count - len(words))]
+    return words + [_filler(number, known) for number in range(len(words), count)]
+
+
+def _filler(number: int, words: set[str]) -> str:
+    """Return the name of a row that only fills the table: its number, or as fairseq names such words if this is one."""
+    name = str(number)
+    while name in words:
+        name = f"madeupword{name}"
+    return name
 
 
 def with_end(words: Sequence[str], options: Options) -> list[str]:

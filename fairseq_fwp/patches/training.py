@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -299,18 +299,15 @@ def make_folder_of_log(call_main, cfg, main, **kwargs):
     return call_main(cfg, main, **kwargs)
 
 
-@patch("fairseq.checkpoint_utils.verify_checkpoint_directory")
-def train_alone(verify, save_dir):
-    """Refuse a second training in one --save-dir, while the first runs: fairseq mixes their checkpoints and states.
+@patch("fairseq.trainer.Trainer.__init__")
+def train_alone(init, self, cfg, *args, **kwargs):
+    """Refuse a second training in one --save-dir, while the first runs: fairseq mixes their checkpoints and states."""
+    from fairseq.distributed.utils import is_master
 
-    Of several processes that train together, only the first one calls this.
-    """
     _lock.close()  # of an earlier training in this process
-    cfg = _configuration()
-    if cfg is None or not cfg.checkpoint.no_save:
-        os.makedirs(save_dir, exist_ok=True)
-        _lock_folder(save_dir)
-        verify(save_dir)
+    if is_master(cfg.distributed_training) and not cfg.checkpoint.no_save:
+        _lock_folder(cfg.checkpoint.save_dir)
+    init(self, cfg, *args, **kwargs)
 
 
 @patch("fairseq.distributed.utils.call_main")
@@ -320,15 +317,14 @@ def free_folder(call_main, *args, **kwargs):
         return call_main(*args, **kwargs)
 
 
-@patch("fairseq.checkpoint_utils.verify_checkpoint_directory")
-def refuse_flat_weights_on_a_cpu(verify, save_dir):
-    """Refuse --fp16 without a GPU at once: fairseq does so after it has read the data, by an error of CUDA."""
-    cfg = _configuration()
-    common = cfg.common if cfg else SimpleNamespace(fp16=False)
+@patch("fairseq.trainer.Trainer.__init__")
+def refuse_flat_weights_on_a_cpu(init, self, cfg, *args, **kwargs):
+    """Refuse --fp16 without a GPU at once: fairseq does so by an error of CUDA, after it has read the data."""
+    common = cfg.common
     flat = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
     if flat and (common.cpu or not torch.cuda.is_available()):
         sys.exit("--fp16 must be used on a GPU, got a CPU: give --bf16 in its place, or leave it out")
-    verify(save_dir)
+    init(self, cfg, *args, **kwargs)
 
 
 def _lock_folder(folder: str) -> None:
@@ -345,14 +341,6 @@ def _lock_folder(folder: str) -> None:
         sys.exit(f"--save-dir must be used by one training at a time, {got}")
     except (ImportError, OSError) as error:
         logger.info("%s cannot be locked (%s): use it for one training at a time", folder, system_reason(error))
-
-
-def _configuration() -> Any:
-    """Return the configuration of the training that calls, of which fairseq passes only parts on; None for others."""
-    frame: FrameType | None = sys._getframe()
-    while frame and "cfg" not in frame.f_locals:
-        frame = frame.f_back
-    return frame and frame.f_locals["cfg"]
 
 
 def system_reason(error: BaseException) -> str:

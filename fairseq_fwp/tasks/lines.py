@@ -159,6 +159,41 @@ class FwpLinesTask(LanguageModelingTask):
         constraints: Tensor | None = None,
     ) -> Hypotheses:
         """Continue the beginning of a line, or score it. Raises ValueError for one without a word to begin with."""
+        if prefix_tokens is not None and self.prefix_size:  # fairseq-generate cuts them off the targets of lines
+            read = sample["net_input"]["src_tokens"][:, :1] if self.first_token is None else prefix_tokens[:, :0]
+            prefix_tokens = torch.cat([read, prefix_tokens], 1)[:, : self.prefix_size]
+            ended = prefix_tokens.eq(self.dictionary.eos()).any(1)
+            if ended.any():
+                return self._without_whole_lines(generator, models, sample, prefix_tokens, ended)
+        return self._continue(generator, models, sample, prefix_tokens, constraints)
+
+    def _without_whole_lines(
+        self,
+        generator: SequenceGenerator | SequenceScorer,
+        models: list[FairseqLanguageModel],
+        sample: Sample,
+        prefix_tokens: Tensor,
+        ended: Tensor,
+    ) -> Hypotheses:
+        """Continue prefixes, and score those that are whole lines, where ended (B,) is True: fairseq has no end there."""
+        hypotheses: Hypotheses = [[] for _ in ended]
+        for method, rows in ((SequenceScorer(self.dictionary), ended), (generator, ~ended)):
+            if rows.any():
+                prompts = {name: x[rows] for name, x in sample["net_input"].items()}
+                part = {"net_input": prompts, "target": sample["target"][rows]}
+                found = self._continue(method, models, part, prefix_tokens[rows])
+                for row, of_row in zip(rows.nonzero().flatten().tolist(), found, strict=True):
+                    hypotheses[row] = of_row
+        return hypotheses
+
+    def _continue(
+        self,
+        generator: SequenceGenerator | SequenceScorer,
+        models: list[FairseqLanguageModel],
+        sample: Sample,
+        prefix_tokens: Tensor | None,
+        constraints: Tensor | None = None,
+    ) -> Hypotheses:
         if self.first_token is not None:
             hypotheses: Hypotheses = super().inference_step(generator, models, sample, prefix_tokens, constraints)
             return hypotheses
@@ -172,8 +207,6 @@ class FwpLinesTask(LanguageModelingTask):
         if isinstance(generator, SequenceScorer):
             hypotheses = super().inference_step(generator, models, sample, prefix_tokens, constraints)
             return _after_first_word(prompts[:, 0], hypotheses)
-        if prefix_tokens is not None and self.prefix_size:  # fairseq-generate cuts them off the targets of lines
-            prefix_tokens = torch.cat([prompts[:, :1], prefix_tokens], 1)[:, : self.prefix_size]
         return super().inference_step(_FromFirstWord(generator), models, sample, prefix_tokens, constraints)
 
 

@@ -219,9 +219,9 @@ def test_the_first_words_of_lines_are_continued_and_lines_are_scored(trained):
     dataset = data_utils.load_indexed_dataset(str(folder / "test"), model.dictionary)
     lines = [line for line in (dataset[n] for n in range(len(dataset))) if start == END or len(line) > 1]
     task = ["--task", "fwp_lines", "--line-start", start, "--path", folder / "checkpoint_last.pt", "--cpu"]
-    task += ["--gen-subset", "test", "--tokens-per-sample", 16, "--beam", 1, "--max-len-b", 15, "--batch-size", 4]
-    for size in (1, 2, 5, 20):
-        written = hypotheses_of(run("fairseq-generate", folder, *task, "--prefix-size", size))
+    task += ["--gen-subset", "test", "--tokens-per-sample", 16, "--max-len-b", 15, "--batch-size", 4]
+    for size, beams in ((1, 3), (2, 1), (5, 2), (20, 1)):
+        written = hypotheses_of(run("fairseq-generate", folder, *task, "--prefix-size", size, "--beam", beams))
         assert len(written) == len(lines)
         for number, line in enumerate(lines):
             words = model.dictionary.string(line).split()
