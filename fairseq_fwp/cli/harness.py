@@ -53,10 +53,11 @@ def nothing_unsaved() -> Iterator[None]:
 
 
 def main() -> None:
-    if {"-h", "--help"} & {*sys.argv}:  # of the harness itself, without the model
-        cli_evaluate()
-        return
     with one_sentence("fwp-harness"):
+        if {"-h", "--help"} & {*sys.argv}:  # of the harness itself, without the model
+            with contextlib.suppress(SystemExit):  # after which nobody would see that it could not be printed
+                cli_evaluate()
+            return
         try:
             from fairseq_fwp.interop.harness import Harness
         except ImportError as missing:

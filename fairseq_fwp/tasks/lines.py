@@ -175,7 +175,7 @@ class FwpLinesTask(LanguageModelingTask):
         prefix_tokens: Tensor,
         ended: Tensor,
     ) -> Hypotheses:
-        """Continue prefixes, and score those that are whole lines, where ended (B,) is True: fairseq has no end there."""
+        """Continue prefixes, and score those that are whole lines, where ended (B,) is True: fairseq's beams fail."""
         hypotheses: Hypotheses = [[] for _ in ended]
         for method, rows in ((SequenceScorer(self.dictionary), ended), (generator, ~ended)):
             if rows.any():

@@ -535,7 +535,7 @@ PARTS = {"check": check, "kernels": kernels, "measure": measure, "models": model
 PARTS |= {"publish": publish_all, "build": build, "cases": cases}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="gpu.sh", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("part", choices=[*PARTS, "lease"])
     parser.add_argument("call", nargs="?", choices=LEASE, help="of a lease: its first, second or third call")
     parser.add_argument("--seconds", type=float, default=290, help="time for the part (default: 290)")
