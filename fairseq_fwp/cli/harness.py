@@ -8,6 +8,7 @@ Needs `pip install ".[harness]"`.
 """
 
 import contextlib
+import io
 import logging
 import sys
 from collections.abc import Iterator
@@ -55,8 +56,9 @@ def nothing_unsaved() -> Iterator[None]:
 def main() -> None:
     with one_sentence("fwp-harness"):
         if {"-h", "--help"} & {*sys.argv}:  # of the harness itself, without the model
-            with contextlib.suppress(SystemExit):  # after which nobody would see that it could not be printed
+            with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as text:
                 cli_evaluate()
+            print(text.getvalue(), end="")  # argparse itself exits with 0 where its help cannot be written
             return
         try:
             from fairseq_fwp.interop.harness import Harness
