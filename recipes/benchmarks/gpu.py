@@ -244,6 +244,7 @@ class Session:
 
         arch, single = name.removesuffix(", float32"), name.endswith(", float32")
         medium, flags = arch.endswith("medium"), [flag for flag in FLAGS if flag != "--bf16" or not single]
+        flags.append("--no-save")  # so that it locks no folder
         samples, tokens = SAMPLES[medium], TOKENS[medium]
         place = f"{samples} x {tokens} tokens", "update"
 
