@@ -73,12 +73,11 @@ WITHOUT_WEIGHTS = (
 # Projections of queries and keys (H m, D + 1) and of values (H d, D + 1); the last column is the bias.
 Projections = tuple[Tensor, Tensor, Tensor]
 
-# Softmax attention: its names in ATTENTIONS, its weights, and the options that no other attention has.
-SOFTMAX_KINDS = (SOFTMAX, "local")
+# Softmax attention: its weights, and the options that no other attention has.
 PARTS = (
     "in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias", "query_norm.weight", "key_norm.weight",
 )  # fmt: skip
-ONLY_SOFTMAX = {*ATTENTIONS["local"].options.values()}.difference(
+ONLY_SOFTMAX = {*ATTENTIONS[SOFTMAX].options.values()}.difference(
     ATTENTIONS["fast_weight"].options.values(), ["attention_dropout"]
 )
 
@@ -164,7 +163,7 @@ def linearize(conversion: Conversion, chosen: Settings, method: Method) -> Conve
     check_options(conversion.arch if conversion.arch in ATTENTION_OPTIONS else "fwp_lm", chosen, method)
     if conversion.arch == "fwp_transformer":
         return linearize_translation(conversion, chosen, method)
-    if conversion.arch != "fwp_lm" or attention_name(configure(conversion.flags)) not in SOFTMAX_KINDS:
+    if conversion.arch != "fwp_lm" or attention_name(configure(conversion.flags)) != SOFTMAX:
         raise ValueError("the model must have softmax attention in all layers, got a model without it")
     if chosen["decoder_update_rule"] == SOFTMAX:
         return conversion._replace(flags={**conversion.flags, **chosen})
@@ -208,7 +207,7 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
         kinds = layer_attentions(cfg)
     except ValueError as error:
         raise ValueError(str(error).replace("--softmax-layers", "--keep-softmax-layers")) from None
-    if not {*kinds}.difference(SOFTMAX_KINDS):
+    if {*kinds} <= {SOFTMAX}:
         raise ValueError("--keep-softmax-layers must leave at least one layer to convert, got all layers")
     weights = {name: tensor for name, tensor in conversion.weights.items() if ".self_attn." not in name}
     with torch.random.fork_rng(devices=[]):
@@ -217,7 +216,7 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
             layer = f"decoder.layers.{index}."
             prefix = f"{layer}self_attn."
             softmax = {name: conversion.weights[prefix + name] for name in PARTS if prefix + name in conversion.weights}
-            if kind in SOFTMAX_KINDS:
+            if kind == SOFTMAX:
                 attention = build_attention(FwpLanguageModelConfig, cfg, kind)
                 zeros = {name: torch.zeros_like(tensor) for name, tensor in attention.state_dict().items()}
                 attention.to(softmax["in_proj.weight"].dtype).load_state_dict({**zeros, **softmax})

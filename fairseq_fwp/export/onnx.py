@@ -27,7 +27,7 @@ from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention, SequenceAttention, SourceMemory
 from fairseq_fwp.modules.attention.base import Attention
 from fairseq_fwp.modules.attention.fast_weight import FastWeightState
-from fairseq_fwp.modules.attention.softmax import KeyValueCache, LocalAttention
+from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
 from fairseq_fwp.modules.positions import CountedPositions
 from fairseq_fwp.ops import convolution
 from fairseq_fwp.ops.fast_weights import Inputs, reference_of
@@ -82,34 +82,34 @@ class _Window(NamedTuple):
 
 
 def _windows(
-    decoder: FwpDecoder, state: DecoderState, change: Callable[[LocalAttention, Any], _Window | KeyValueCache]
+    decoder: FwpDecoder, state: DecoderState, change: Callable[[int, Any], _Window | KeyValueCache]
 ) -> DecoderState:
-    """Return the state of a decoder with the keys and values of its windows changed: change(attention, these)."""
+    """Return the state of a decoder with the keys and values of its windows changed: change(window, these)."""
 
     def of_layer(attention: Attention, of_its_layer: object) -> object:
-        if not isinstance(attention, LocalAttention):
+        if not isinstance(attention, SoftmaxAttention) or attention.window is None:
             return of_its_layer
-        local = attention
+        window = attention.window
 
         def is_window(part: object) -> bool:
             return isinstance(part, _Window | KeyValueCache)
 
-        return pytree.tree_map(lambda x: change(local, x) if is_window(x) else x, of_its_layer, is_leaf=is_window)
+        return pytree.tree_map(lambda x: change(window, x) if is_window(x) else x, of_its_layer, is_leaf=is_window)
 
     return state._replace(layers=tuple(map(of_layer, decoder.attentions, state.layers)))
 
 
-def _fill(attention: LocalAttention, cache: KeyValueCache) -> _Window:
+def _fill(window: int, cache: KeyValueCache) -> _Window:
     """Return the cache of a window in its full size."""
     read = cache.keys.new_ones(cache.keys.shape[::2]) if cache.padding is None else (~cache.padding).to(cache.keys)
-    fill = attention.window - 1 - read.shape[1]
+    fill = window - 1 - read.shape[1]
     keys, values = (nn.functional.pad(x, (0, 0, fill, 0)) for x in (cache.keys, cache.values))
     return _Window(keys, values, nn.functional.pad(read, (fill, 0)))
 
 
-def _shrink(attention: LocalAttention, window: _Window) -> KeyValueCache:
+def _shrink(window: int, state: _Window) -> KeyValueCache:
     """Return the cache that the attention reads, with padding before the first token."""
-    return KeyValueCache(window.keys, window.values, window.read == 0)
+    return KeyValueCache(state.keys, state.values, state.read == 0)
 
 
 def to_onnx(decoder: FwpDecoder) -> tuple[ONNXProgram, list[Entry], bool]:

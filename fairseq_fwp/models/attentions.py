@@ -20,7 +20,6 @@ from fairseq_fwp.modules.attention import (
     DeltaRnn,
     FastWeightAttention,
     LinearAttention,
-    LocalAttention,
     RelativeAttention,
     SoftmaxAttention,
     TimeMix,
@@ -55,19 +54,6 @@ class Kind(Generic[Module]):
 
 SIZES = {"embed_dim": "decoder_embed_dim", "num_heads": "decoder_attention_heads"}
 
-OF_SOFTMAX = {
-    "dropout": "attention_dropout",
-    "bias": "attention_bias",
-    "softmax_heads": "attention_softmax_heads",
-    "kv_heads": "attention_kv_heads",
-    "head_dim": "attention_head_dim",
-    "qk_norm": "attention_qk_norm",
-    "norm_epsilon": "norm_epsilon",
-    "qkv_bias": "attention_qkv_bias",
-    "rope_theta": "attention_rope_theta",
-    "rope_scaling": "attention_rope_scaling",
-}
-
 ATTENTIONS: dict[str, Kind[Heads]] = {
     "fast_weight": Kind(
         FastWeightAttention,
@@ -96,8 +82,22 @@ ATTENTIONS: dict[str, Kind[Heads]] = {
         },
     ),
     "linear": Kind(LinearAttention, {"bias": "attention_bias"}, ("feature_map", "source_dim", "division")),
-    SOFTMAX: Kind(SoftmaxAttention, OF_SOFTMAX),
-    "local": Kind(LocalAttention, {"window": "attention_window", **OF_SOFTMAX}),
+    SOFTMAX: Kind(
+        SoftmaxAttention,
+        {
+            "dropout": "attention_dropout",
+            "bias": "attention_bias",
+            "softmax_heads": "attention_softmax_heads",
+            "kv_heads": "attention_kv_heads",
+            "head_dim": "attention_head_dim",
+            "qk_norm": "attention_qk_norm",
+            "norm_epsilon": "norm_epsilon",
+            "qkv_bias": "attention_qkv_bias",
+            "rope_theta": "attention_rope_theta",
+            "rope_scaling": "attention_rope_scaling",
+            "window": "attention_window",
+        },
+    ),
     "relative": Kind(RelativeAttention, {"dropout": "attention_dropout"}, ("positions", "window")),
     "delta_rnn": Kind(
         DeltaRnn,
@@ -160,14 +160,7 @@ ALWAYS_USED = {"decoder_update_rule", "update_rule", "fwp_backend"}
 def attention_name(cfg: AttentionOptions) -> str:
     """Return the name in ATTENTIONS that the options select; some, such as softmax, are given as an update rule."""
     rule = cfg.decoder_update_rule
-    if rule == SOFTMAX:
-        return softmax_name(cfg)
     return rule if rule in rule_choices() and rule not in UPDATE_RULES else "fast_weight"
-
-
-def softmax_name(cfg: AttentionOptions) -> str:
-    """Return the name in ATTENTIONS of softmax: over all past tokens, or within a window if the options have one."""
-    return SOFTMAX if setting(cfg, "attention_window", None) is None else "local"
 
 
 def rule_choices() -> list[str]:

@@ -18,7 +18,6 @@ from fairseq_fwp.models.attentions import (
     attention_name,
     build_attention,
     rule_choices,
-    softmax_name,
     unused_options,
     used_options,
 )
@@ -151,4 +150,4 @@ def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:
         f"--softmax-layers must be ascending numbers from 0 to {layers[-1]}, separated by commas, got "
         f"{cfg.softmax_layers!r}",
     )
-    return [softmax_name(cfg) if index in chosen else name for index in layers]
+    return [SOFTMAX if index in chosen else name for index in layers]

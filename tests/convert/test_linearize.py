@@ -21,7 +21,7 @@ from fairseq_fwp.convert.conversion import Conversion
 from fairseq_fwp.linearize import SCORE_SCALE, WITHOUT_WEIGHTS, Method, fewer_features, linearize, read_text
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
-from fairseq_fwp.modules.attention import LocalAttention
+from fairseq_fwp.modules.attention import SoftmaxAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from tests.convert.conftest import Command, load
@@ -326,7 +326,7 @@ def test_kept_layers_have_all_options_of_softmax(options):
     hybrid = linearize(source, *target("delta", "elu", keep_softmax_layers="1", sum_normalization=True))
     assert options.items() <= hybrid.flags.items()
     kept, before = (build(of).double().decoder.layers[1].self_attn for of in (hybrid, source))
-    assert type(kept) is type(before) is LocalAttention
+    assert type(kept) is type(before) is SoftmaxAttention and kept.window == options["attention_window"]
     torch.testing.assert_close(kept(x)[0], before(x)[0])
 
 

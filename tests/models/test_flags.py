@@ -49,10 +49,10 @@ def test_attentions_that_use_a_flag_are_those_that_the_models_have():
         for owner, models in flags.owners(flags.MODELS).items()
         for option in flags.own(owner)
     }
-    assert of["attention_window"] == {"local"}
-    assert of["attention_dropout"] == {"softmax", "local", "relative"}
+    assert of["attention_window"] == {"softmax"}
+    assert of["attention_dropout"] == {"softmax", "relative"}
     assert of["feature_map"] == {"fast_weight"}
-    assert of["attention_bias"] == {"fast_weight", "softmax", "local", "linear"}
+    assert of["attention_bias"] == {"fast_weight", "softmax", "linear"}
     assert of["favor_draw"] == {"map favor"}
     assert of["fwl_decay"] == {"fast weight layer"}
     assert of["add_normalization_epsilon"] == {"`--sum-normalization`", "`--attention-normalization`", "linear"}

@@ -21,7 +21,7 @@ from support.small_models import (
 
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
-from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, LocalAttention, SoftmaxAttention
+from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, SoftmaxAttention
 from fairseq_fwp.modules.positions import VaswaniPositions, sinusoids
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import plain
@@ -234,8 +234,8 @@ def test_a_hybrid_is_put_together_of_layers_of_two_models(shared, rule):
     fast = build_model("fwp_lm", **shared, decoder_update_rule=rule, sum_normalization=True)
     hybrid = build_model("fwp_lm", **shared, decoder_update_rule=rule, sum_normalization=True, softmax_layers="0,2")
     kinds = [type(layer.self_attn) for layer in hybrid.decoder.layers]
-    of_softmax = LocalAttention if "attention_window" in shared else SoftmaxAttention
-    assert kinds == [of_softmax, FastWeightAttention if rule == "delta" else DeltaRnn] * 2
+    assert kinds == [SoftmaxAttention, FastWeightAttention if rule == "delta" else DeltaRnn] * 2
+    assert {hybrid.decoder.layers[index].self_attn.window for index in (0, 2)} == {shared.get("attention_window")}
     sources, calls = [(fast if index % 2 else softmax).decoder.layers[index] for index in range(4)], []
     for layer, source in zip(hybrid.decoder.layers, sources, strict=True):
         layer.load_state_dict(source.state_dict())

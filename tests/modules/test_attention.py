@@ -32,7 +32,7 @@ from fairseq_fwp.modules.attention.relative import (
     SegmentMemory,
     SinusoidalDistances,
 )
-from fairseq_fwp.modules.attention.softmax import LocalAttention, SoftmaxAttention
+from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 from fairseq_fwp.modules.attention.time_mix import TimeMix
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, run, uniform_gate_bias
@@ -256,9 +256,7 @@ NORMALISED["rope_scaling"] = "4,2,5,40"
 @looped("options", [{}, {"softmax_heads": 6, "kv_heads": 3, "qkv_bias": True, "rope_theta": 50.0}, NORMALISED])
 @looped("pieces", [[1], [5], [8], [17], [1] * 11, [2, 9], [7, 4]])
 def test_softmax_attention_is_its_definition(window, options, pieces):
-    layer, state, outs = SoftmaxAttention(DIM, HEADS, **options), None, []
-    if window is not None:
-        layer = LocalAttention(DIM, HEADS, window, **options)
+    layer, state, outs = SoftmaxAttention(DIM, HEADS, **options, window=window), None, []
     if options == NORMALISED:
         for norm in (layer.query_norm, layer.key_norm):
             torch.nn.init.normal_(norm.weight, 1.0, 0.5)
@@ -405,7 +403,7 @@ REFUSED = [
     *((SoftmaxAttention, {"rope_theta": 10.0, "rope_scaling": text},
        f"`rope_scaling` must be a factor, two ascending numbers of turns, and tokens, got '{text}'")
       for text in ("8,1,4", "8,1,4,x", "0,1,4,64", "8,4,4,64", "8,-1,4,64", "8,1,inf,64", "8,1,4,0", "nan,1,4,64", "")),
-    (LocalAttention, {"window": 0}, "`window` must be at least 1 token, got 0"),
+    (SoftmaxAttention, {"window": 0}, "`window` must be at least 1 token, got 0"),
 ]  # fmt: skip
 
 

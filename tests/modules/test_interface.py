@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fairseq_fwp.models.attentions import ATTENTIONS
-from fairseq_fwp.modules.attention import LocalAttention, RelativeAttention, SoftmaxAttention
+from fairseq_fwp.modules.attention import RelativeAttention, SoftmaxAttention
 from fairseq_fwp.modules.attention.base import Attention
 from fairseq_fwp.modules.attention.relative import LearnedDistances
 
@@ -22,7 +22,7 @@ def test_an_attention_takes_what_the_interface_says(kind):
 
 ONE_DOCUMENT = [
     SoftmaxAttention(8, 2),
-    LocalAttention(8, 2, 3),
+    SoftmaxAttention(8, 2, window=3),
     RelativeAttention(8, 2, LearnedDistances(2, 4, 3)),
 ]
 

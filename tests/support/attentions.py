@@ -7,7 +7,7 @@ from fairseq_fwp.modules.attention import FastWeightAttention
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import LearnedDistances, RelativeAttention, SinusoidalDistances
-from fairseq_fwp.modules.attention.softmax import LocalAttention, SoftmaxAttention
+from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 from fairseq_fwp.modules.attention.time_mix import TimeMix
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -52,9 +52,9 @@ NORMALISED = {
 }
 BASELINES = {
     ("softmax",): lambda: SoftmaxAttention(DIM, HEADS),
-    ("local",): lambda: LocalAttention(DIM, HEADS, window=6),
+    ("local",): lambda: SoftmaxAttention(DIM, HEADS, window=6),
     ("softmax", "rotary"): lambda: SoftmaxAttention(DIM, HEADS, **ROTARY),
-    ("local", "rotary"): lambda: LocalAttention(DIM, HEADS, window=4, **ROTARY),
+    ("local", "rotary"): lambda: SoftmaxAttention(DIM, HEADS, window=4, **ROTARY),
     ("softmax", "normalised"): lambda: SoftmaxAttention(DIM, HEADS, **NORMALISED),
     ("delta_rnn",): lambda: DeltaRnn(DIM, HEADS, FEATURE_MAPS["elu"](4), sum_normalization=SumNormalization()),
     ("time_mix",): lambda: TimeMix(DIM, HEADS, backend="reference"),

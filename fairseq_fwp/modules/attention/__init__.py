@@ -8,7 +8,7 @@ from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
 from fairseq_fwp.modules.attention.linear import LinearAttention
 from fairseq_fwp.modules.attention.memory import FastWeightState
 from fairseq_fwp.modules.attention.relative import RelativeAttention, SegmentMemory
-from fairseq_fwp.modules.attention.softmax import KeyValueCache, LocalAttention, SoftmaxAttention
+from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
 from fairseq_fwp.modules.attention.time_mix import TimeMix
 
 # The name of softmax among update rules and feature maps too.
@@ -21,7 +21,6 @@ __all__ = [
     "FastWeightState",
     "KeyValueCache",
     "LinearAttention",
-    "LocalAttention",
     "RelativeAttention",
     "SegmentMemory",
     "SoftmaxAttention",

@@ -1,4 +1,4 @@
-"""Causal softmax attention with the interface of fast weight attention, over the whole past or a window: the baselines.
+"""Causal softmax attention with the interface of fast weight attention, over the whole past or a window: the baseline.
 
 Shapes: B batch, L tokens, S tokens seen so far, w window, n blocks of b tokens. H heads of size d, G heads of keys and
 values, D embed_dim.
@@ -46,10 +46,11 @@ class SoftmaxAttention(Attention):
     qk_norm, norm_epsilon: RMS normalisation of each head's q and k, before they are rotated, as in Qwen3 (Yang et al.
         2025, arXiv 2505.09388), and its epsilon;
     qkv_bias: only of q, k and v; rope_theta: base of the angles by which q and k are rotated, None = no rotation: see
-        `rotate`; rope_scaling: arguments of `scale_frequencies`, such as 8,1,4,8192, None = not scaled.
+        `rotate`; rope_scaling: arguments of `scale_frequencies`, such as 8,1,4,8192, None = not scaled;
+    window: w, the number of tokens that a token sees, itself included, None = all before it too. Time and memory are
+        then O(L w), and the state holds w - 1 tokens.
     """
 
-    constant_state = False
     named_as_rule = True
     states = (KeyValueCache,)
 
@@ -68,6 +69,7 @@ class SoftmaxAttention(Attention):
         qkv_bias: bool = False,
         rope_theta: float | None = None,
         rope_scaling: str | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         if softmax_heads is not None:
@@ -84,6 +86,9 @@ class SoftmaxAttention(Attention):
             check(size % 2 == 0, f"`rope_theta` must be left out with heads of an odd size, got heads of {size}")
         rotates = rope_theta is not None or rope_scaling is None
         check(rotates, "`rope_theta` must be given with `rope_scaling`, got none")
+        check(window is None or window >= 1, f"`window` must be at least 1 token, got {window}")
+        self.window = window
+        self.constant_state = window is not None
         self.dropout = dropout
         self.rope_theta = rope_theta
         self.rope_scaling = None if rope_scaling is None else read_scaling(rope_scaling)
@@ -100,18 +105,56 @@ class SoftmaxAttention(Attention):
         first: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, KeyValueCache]:
-        """Return y (B, L, D) for x (B, L, D), and the cache of all tokens."""
+        """Return y (B, L, D) for x (B, L, D), and the cache of all tokens, or of the last window - 1.
+
+        key_padding_mask (B, L): True at tokens that other tokens do not attend to and windows do not count.
+        """
         self.refuse_documents(first)
         q, k, v = self.project(x)
         cache = extend(state, k, v, key_padding_mask)
-        length, total = x.shape[1], cache.keys.shape[2]
+        if self.window is None:
+            return self.out_proj(self.merge_heads(self._attend(q, cache))), cache
+        if cache.padding is None:
+            y = self._attend_within(self.window, q, cache)
+        else:
+            alignment = Alignment(cache.padding, x.shape[1])
+            cache = KeyValueCache(alignment.align(cache.keys), alignment.align(cache.values), alignment.padding)
+            y = alignment.restore(self._attend_within(self.window, alignment.align_queries(q), cache))
+        return self.out_proj(self.merge_heads(y)), cache.last(self.window - 1)
+
+    def _attend(self, q: Tensor, cache: KeyValueCache) -> Tensor:
+        """Attend to the whole cache, whose last tokens are those of q (B, H, L, d)."""
+        length, total = q.shape[2], cache.keys.shape[2]
         masked = cache.padding is not None or length not in (1, total)
-        mask = visible_keys(length, total, cache.padding, x.device) if masked else None
+        mask = visible_keys(length, total, cache.padding, q.device) if masked else None
         dropout = self.dropout if self.training else 0.0
         causal = mask is None and length > 1 and length == total  # one token sees all: a graph needs no comparison
         q, keys = self.turn(q, cache)
-        y = attend(q, keys, cache.values, mask, dropout, causal)
-        return self.out_proj(self.merge_heads(y)), cache
+        return attend(q, keys, cache.values, mask, dropout, causal)
+
+    def _attend_within(self, window: int, q: Tensor, cache: KeyValueCache) -> Tensor:
+        """Attend in blocks of b <= w queries, each over the w - 1 + b keys that its tokens see."""
+        batch, _, length, _ = q.shape
+        total, past = cache.keys.shape[2], window - 1
+        q, keys = self.turn(q, cache)
+        block = max(min(window, length), 1)
+        before, fill = past - (total - length), -length % block if length else 1
+        keys, values = (
+            F.pad(part, (0, 0, before, fill)).unfold(2, past + block, block).transpose(-1, -2)
+            for part in (keys, cache.values)
+        )  # (B, G, n, w - 1 + b, d)
+        queries = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, block))
+        padding = q.new_zeros(batch, total, dtype=torch.bool) if cache.padding is None else cache.padding
+        padding = F.pad(padding, (before, fill), value=True).unfold(1, past + block, block)  # (B, n, w - 1 + b)
+        columns = torch.arange(past + block, device=q.device)
+        distance = columns[past:, None] - columns
+        band = (distance >= 0) & (distance < window)
+        # A padded query sees itself: a row without visible keys would be NaN.
+        visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
+        queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
+        mask, dropout = visible.flatten(0, 1).unsqueeze(1), self.dropout if self.training else 0.0
+        y = attend(queries, keys, values, mask, dropout)  # (B n, H, b, d)
+        return y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, L, d), k and v (B, G, L, d) of x (B, L, D)."""
@@ -135,6 +178,8 @@ class SoftmaxAttention(Attention):
         return turned(q, places[..., total - q.shape[2] :]), turned(keys, places)
 
     def state_size(self, length: int, carried: bool = False) -> int:
+        if self.window is not None:
+            length = self.window if carried else min(length, self.window)
         return 2 * length * self.sizes[1]  # keys and values
 
 
@@ -200,97 +245,3 @@ def extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | 
         return KeyValueCache(k, v, padding)
     padding = join_padding(state.padding, state.keys.shape[2], padding, k.shape[2])
     return KeyValueCache(torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2), padding)
-
-
-class LocalAttention(SoftmaxAttention):
-    """Softmax attention of each token over itself and the window - 1 tokens before it.
-
-    Time and memory are O(L w), the state holds window - 1 tokens. Raises ValueError for a window below 1.
-    """
-
-    constant_state = True
-    named_as_rule = False
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        window: int,
-        dropout: float = 0.0,
-        *,
-        bias: bool = False,
-        softmax_heads: int | None = None,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        qk_norm: bool = False,
-        norm_epsilon: float = 1e-5,
-        qkv_bias: bool = False,
-        rope_theta: float | None = None,
-        rope_scaling: str | None = None,
-    ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias=bias,
-            softmax_heads=softmax_heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            qk_norm=qk_norm,
-            norm_epsilon=norm_epsilon,
-            qkv_bias=qkv_bias,
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-        )
-        check(window >= 1, f"`window` must be at least 1 token, got {window}")
-        self.window = window
-
-    def forward(
-        self,
-        x: Tensor,
-        state: KeyValueCache | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, KeyValueCache]:
-        """Return y (B, L, D) for x (B, L, D), and the last window - 1 keys and values.
-
-        key_padding_mask (B, L): True at tokens that other tokens do not attend to and windows do not count.
-        """
-        self.refuse_documents(first)
-        q, k, v = self.project(x)
-        cache = extend(state, k, v, key_padding_mask)
-        if cache.padding is None:
-            y = self._attend(q, cache)
-        else:
-            alignment = Alignment(cache.padding, x.shape[1])
-            cache = KeyValueCache(alignment.align(cache.keys), alignment.align(cache.values), alignment.padding)
-            y = alignment.restore(self._attend(alignment.align_queries(q), cache))
-        return self.out_proj(self.merge_heads(y)), cache.last(self.window - 1)
-
-    def _attend(self, q: Tensor, cache: KeyValueCache) -> Tensor:
-        """Attend in blocks of b <= w queries, each over the w - 1 + b keys that its tokens see."""
-        batch, _, length, _ = q.shape
-        total, past = cache.keys.shape[2], self.window - 1
-        q, keys = self.turn(q, cache)
-        block = max(min(self.window, length), 1)
-        before, fill = past - (total - length), -length % block if length else 1
-        keys, values = (
-            F.pad(part, (0, 0, before, fill)).unfold(2, past + block, block).transpose(-1, -2)
-            for part in (keys, cache.values)
-        )  # (B, G, n, w - 1 + b, d)
-        queries = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, block))
-        padding = q.new_zeros(batch, total, dtype=torch.bool) if cache.padding is None else cache.padding
-        padding = F.pad(padding, (before, fill), value=True).unfold(1, past + block, block)  # (B, n, w - 1 + b)
-        columns = torch.arange(past + block, device=q.device)
-        distance = columns[past:, None] - columns
-        band = (distance >= 0) & (distance < self.window)
-        # A padded query sees itself: a row without visible keys would be NaN.
-        visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
-        queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
-        mask, dropout = visible.flatten(0, 1).unsqueeze(1), self.dropout if self.training else 0.0
-        y = attend(queries, keys, values, mask, dropout)  # (B n, H, b, d)
-        return y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
-
-    def state_size(self, length: int, carried: bool = False) -> int:
-        return super().state_size(self.window if carried else min(length, self.window))
