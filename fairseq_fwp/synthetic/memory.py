@@ -138,7 +138,7 @@ class FastWeightMemory(nn.Module):
     def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
         """Return the retrieved values (B, Q, S); gates: logits (B, L, size), in the order of `gate_projections`."""
         q, k = self._map(q), self._map(k)
-        gates = [self._open(gate, logits) for gate, logits in zip(self.memory.rule.gates, gates, strict=True)]
+        gates = [self._activate(gate, logits) for gate, logits in zip(self.memory.rule.gates, gates, strict=True)]
         if self.write_strength is None:
             out = self._read_matrix(q, k, values, gates)
         else:
@@ -151,11 +151,11 @@ class FastWeightMemory(nn.Module):
         features = at_least_float32(self.feature_map(x))
         return (self.sum_normalization(features) if self.sum_normalization else features).unsqueeze(1)
 
-    def _open(self, gate: Gate, logits: Tensor) -> Tensor:
+    def _activate(self, gate: Gate, logits: Tensor) -> Tensor:
         """Return the gate (B, 1, L, size), or (B, 1, L) for a gate of one number."""
         activation = self.gate_activations[gate.name] if gate.learned else gate.activation
-        opened: Tensor = activation(at_least_float32(logits).unsqueeze(2)).transpose(1, 2)
-        return opened if gate.size else opened.squeeze(-1)
+        activated: Tensor = activation(at_least_float32(logits).unsqueeze(2)).transpose(1, 2)
+        return activated if gate.size else activated.squeeze(-1)
 
     def _read_matrix(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
         """Return the values (B, 1, Q, S) that queries retrieve from the memory, which all pairs have written."""

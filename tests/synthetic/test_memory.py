@@ -72,7 +72,7 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
         if map_name == "relu":
             nn.init.uniform_(memory.feature_map.linear.weight, 0.1, 1)
     pairs = zip(UPDATE_RULES[rule].gates, gates, strict=True)
-    activated = [memory._open(gate, x).reshape(B, L, -1) for gate, x in pairs]
+    activated = [memory._activate(gate, x).reshape(B, L, -1) for gate, x in pairs]
     expected = by_equation(rule, memory.feature_map(q), memory.feature_map(k), values, activated, norm)
     torch.testing.assert_close(memory(q, k, values, gates), expected, rtol=1e-9, atol=1e-9)
 

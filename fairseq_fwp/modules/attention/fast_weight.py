@@ -219,7 +219,7 @@ class FastWeightAttention(Attention):
         # A convolution takes all its channels at once. Without one, a second split would copy their gradients again.
         sizes = self.sizes[:2] if self.convolution is None else [sum(self.sizes[:2])]
         parts = self.in_proj(x).split([*sizes, *self.sizes[2:]], dim=-1)
-        mixed, gates = list(parts[: len(sizes)]), parts[len(sizes) :]
+        mixed, projections = list(parts[: len(sizes)]), parts[len(sizes) :]
         if x.device.type == "cpu":  # where kernels compute in float32, and would convert each of their arguments
             mixed = [at_least_float32(part) for part in mixed]
         if self.bias is not None:
@@ -232,18 +232,18 @@ class FastWeightAttention(Attention):
             mixed = [queries_keys, F.silu(v)]
         queries_keys, v = mixed
         queries_keys = queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim))
-        opened = [self._open(gate, projected) for gate, projected in zip(self.rule.gates, gates, strict=True)]
-        return queries_keys, v.unflatten(-1, (-1, self.value_heads, self.head_dim)), opened, recent
+        gates = [self._activate(gate, x) for gate, x in zip(self.rule.gates, projections, strict=True)]
+        return queries_keys, v.unflatten(-1, (-1, self.value_heads, self.head_dim)), gates, recent
 
-    def _open(self, gate: Gate, projected: Tensor) -> Tensor:
+    def _activate(self, gate: Gate, projected: Tensor) -> Tensor:
         """Return the gate (B, L, H, size) from its projection (B, L, H size, or its rank)."""
         if gate.rank:
             projected = self.gate_expansions[gate.name](projected)
         if gate.name in self.gate_biases:
             projected = projected + self.gate_biases[gate.name]
         activation = self.gate_activations[gate.name] if gate.learned else gate.activation
-        opened: Tensor = activation(at_least_float32(projected).unflatten(-1, (self.value_heads, -1)))
-        return 2 * opened if gate.doubles and self.negative_eigenvalues else opened
+        activated: Tensor = activation(at_least_float32(projected).unflatten(-1, (self.value_heads, -1)))
+        return 2 * activated if gate.doubles and self.negative_eigenvalues else activated
 
     def map(
         self, queries_keys: Tensor, v: Tensor, gates: list[Tensor], key_padding_mask: Tensor | None
@@ -266,7 +266,7 @@ class FastWeightAttention(Attention):
             q = q * self.query_scale
         if self.rule.steps == 1:
             k, v = k.squeeze(3), v.squeeze(3)
-        by_head = [opened.transpose(1, 2) for opened in gates]
+        by_head = [gate.transpose(1, 2) for gate in gates]
         gates = [x if gate.size else x.squeeze(-1) for gate, x in zip(self.rule.gates, by_head, strict=True)]
         k, gates = self.memory.pad(k, gates, key_padding_mask)
         return q.squeeze(3), k, v, gates
