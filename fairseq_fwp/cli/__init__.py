@@ -1,6 +1,7 @@
 """Console commands that fairseq lacks."""
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -52,11 +53,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """
     from fairseq_fwp.patches.training import system_reason
 
-    if path.exists() and not path.is_file():  # such as /dev/stdout
-        write(path)
-        return
+    is_device = path.exists() and not path.is_file()  # such as /dev/stdout
     try:
-        with unfinished(path.resolve()) as file:
+        with contextlib.nullcontext(path) if is_device else unfinished(path.resolve()) as file:
             write(file)
     except (OSError, RuntimeError) as error:  # torch's writer raises the second
         raise OSError(f"{path} could not be written ({system_reason(error)})") from error

@@ -70,6 +70,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             folder.mkdir()
             yield folder
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer raises the second
+        check_new(out)  # another command may have made it in the meantime
         raise OSError(f"--out {out} could not be written ({system_reason(error)})") from error
 
 

@@ -1,7 +1,7 @@
 """The settings in config.json of transformers' folders: checks before a conversion, and a note about the others."""
 
 from collections.abc import Callable, Collection, Mapping
-from math import inf
+from sys import float_info
 from typing import TypeAlias, TypeGuard
 
 from fairseq_fwp.options import Settings
@@ -31,7 +31,7 @@ POSITIVE = "a number above 0"
 SWITCH = "true or false"
 FITS: dict[str, Callable[[object], bool]] = {
     WHOLE: lambda value: type(value) is int and value >= 1,
-    POSITIVE: lambda value: is_number(value) and 0 < value < inf,
+    POSITIVE: lambda value: is_number(value) and 0 < value <= float_info.max,
     SWITCH: lambda value: type(value) is bool,
 }
 

@@ -103,6 +103,11 @@ class Numbers:
         return str(self.tokenizer.decode([self.numbers[token] for token in tokens if token in self.numbers]))
 
 
+def _shared(tokens: Sequence[object], others: Sequence[object]) -> int:
+    """Return the number of first tokens that two texts have in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
+
+
 def find_device(name: str | None) -> torch.device:
     """Return a device by its name. The harness's own default is a GPU, also where there is none."""
     try:
@@ -209,17 +214,18 @@ class Harness(TemplateLM):
 
         Raises ValueError for a continuation without a token to predict.
         """
-        # Spaces before the continuation are part of it, as a word is part of a token with the space before it.
-        before, whole = (self.text.pieces(text) for text in (context.rstrip(), context + continuation))
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)))
+        whole = self.text.pieces(context + continuation)
         tokens = [token for token, _ in whole]
+        # Spaces before the continuation are part of it, as a word is part of a token with the space before it.
+        shared, of_context = (_shared(self.text.pieces(text), whole) for text in (context.rstrip(), context))
         if self.beginning.of_lines:
             parts = self._lines(tokens, shared)
         elif context:
             parts = [(tokens[:shared] or self.beginning.tokens, tokens[shared:])]
         else:  # the token of the beginning stands for the context, also where the continuation has it
             parts = [(self.beginning.tokens, tokens[tokens[:1] == self.beginning.tokens :])]
-        if not (parts and parts[-1][1]):
+        own = self._lines(tokens, of_context) if self.beginning.of_lines else parts  # not the end of the context's line
+        if not any(scored for _, scored in own):
             got = f"{continuation!r} after {context[-60:]!r}{self._unscored}"
             raise ValueError(f"a continuation must have at least one token, got none in {got}")
         return [(read, scored) for read, scored in parts if scored]

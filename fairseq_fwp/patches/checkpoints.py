@@ -10,11 +10,12 @@ import logging
 import os
 import pickle
 import re
+import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fairseq_fwp.options import as_given, plain, setting, word
 from fairseq_fwp.patches.data import check_file
@@ -24,6 +25,7 @@ TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # the environment variable of torch 
 KEY = "dictionary_fingerprints"
 REMEDY = "copy it again, or use another checkpoint of the same folder"
 OLD_KEY = "dictionaries"  # where HuBERT keeps its dictionaries, as a list
+SLACK = 2**24  # bytes that a file may need besides its own size
 BEGINNING = ("line_start", "add_bos_token")  # settings of tasks that say what a model reads first
 logger = logging.getLogger(__name__)
 
@@ -46,25 +48,50 @@ class NotStoredError(ValueError):
 
 
 def check_stored(path: str | os.PathLike[str]) -> None:
-    """Raise `NotStoredError` for tensors with more places than the file has numbers: they could take any memory.
+    """Raise `NotStoredError` for a file that could take any memory: its tensors have far more places than numbers.
 
     Few numbers may stand for many places, and loading adds those that are missing. So tensors are loaded without their
-    numbers. Raises also what torch.load raises for a damaged file.
+    numbers. torch.save does not compress. Raises also what torch.load raises for a damaged file.
     """
     if trusted():
         return
+    size = os.path.getsize(path)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > 8 * size + SLACK:
+            raise NotStoredError(
+                f"{path} must be a file of torch.save, got an archive of {unpacked:,} bytes in {size:,}"
+            )
     other = f"{path} must hold a tensor for every name, got other objects, such as sparse, nested or quantised tensors"
     try:
         loaded = torch.load(path, map_location="meta", weights_only=True)
     except NotImplementedError as error:  # of nested and quantised tensors
         raise NotStoredError(other) from error
-    size = os.path.getsize(path)
-    for x in filter(torch.is_tensor, tree_leaves(loaded)):
-        if x.layout != torch.strided:
-            raise NotStoredError(other)
-        if (needed := x.numel() * x.element_size()) > min(x.untyped_storage().nbytes(), size):
-            got = f"one of the shape {tuple(x.shape)}, which needs {needed:,} bytes, in a file of {size:,} bytes"
-            raise NotStoredError(f"{path} must hold a number for every place of its tensors, got {got}")
+    missing = 0
+    for x in _tensors_in(loaded):
+        if x.layout == torch.strided:  # the numbers of others are in the file
+            needed = x.numel() * x.element_size()
+            missing += max(0, needed - min(x.untyped_storage().nbytes(), size))
+            if missing > SLACK:
+                got = f"one of the shape {tuple(x.shape)}, which needs {needed:,} bytes, in a file of {size:,} bytes"
+                raise NotStoredError(f"{path} must hold a number for every place of its tensors, got {got}")
+
+
+def _tensors_in(saved: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what torch.save has saved, each once: parts may be shared any number of times."""
+    waiting, seen = [saved], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list | tuple | set):
+            waiting += part
 
 
 @patch("fairseq.checkpoint_utils.load_checkpoint_to_cpu")

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 import warnings
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -304,6 +305,7 @@ def train_alone(init, self, cfg, *args, **kwargs):
     """Refuse a second training in one --save-dir, while the first runs: fairseq mixes their checkpoints and states."""
     from fairseq.distributed.utils import is_master
 
+    cfg = _as_configuration(cfg)
     _lock.close()  # of an earlier training in this process
     if is_master(cfg.distributed_training) and not cfg.checkpoint.no_save:
         _lock_folder(cfg.checkpoint.save_dir)
@@ -320,11 +322,19 @@ def free_folder(call_main, *args, **kwargs):
 @patch("fairseq.trainer.Trainer.__init__")
 def refuse_flat_weights_on_a_cpu(init, self, cfg, *args, **kwargs):
     """Refuse --fp16 without a GPU at once: fairseq does so by an error of CUDA, after it has read the data."""
+    cfg = _as_configuration(cfg)
     common = cfg.common
     flat = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
     if flat and (common.cpu or not torch.cuda.is_available()):
         sys.exit("--fp16 must be used on a GPU, got a CPU: give --bf16 in its place, or leave it out")
     init(self, cfg, *args, **kwargs)
+
+
+def _as_configuration(cfg: Any) -> Any:
+    """Return fairseq's configuration of a training, which a trainer may also get as the flags of old versions."""
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    return convert_namespace_to_omegaconf(cfg) if isinstance(cfg, Namespace) else cfg
 
 
 def _lock_folder(folder: str) -> None:

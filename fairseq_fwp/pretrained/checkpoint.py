@@ -224,7 +224,7 @@ def sketch(build: Callable[[], Model], weights: Mapping[str, Tensor], settings: 
 def check_counts(weights: Mapping[str, Tensor], settings: Settings) -> None:
     """Raise ValueError for settings with which a model takes any time to build, or any memory to run."""
     there = sum(x.numel() for x in weights.values())
-    limits = {"_layers": len(weights), "_features": there + SLACK // 16, "_window": there + SLACK}
+    limits = {"_layers": len(weights), "_features": there + SLACK, "_window": there + SLACK}
     for name, value in settings.items():
         most = next((most for end, most in limits.items() if name.endswith(end)), inf)
         if isinstance(value, int) and value > most:

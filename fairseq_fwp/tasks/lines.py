@@ -159,13 +159,29 @@ class FwpLinesTask(LanguageModelingTask):
         constraints: Tensor | None = None,
     ) -> Hypotheses:
         """Continue the beginning of a line, or score it. Raises ValueError for one without a word to begin with."""
+        ended = None
         if prefix_tokens is not None and self.prefix_size:  # fairseq-generate cuts them off the targets of lines
             read = sample["net_input"]["src_tokens"][:, :1] if self.first_token is None else prefix_tokens[:, :0]
             prefix_tokens = torch.cat([read, prefix_tokens], 1)[:, : self.prefix_size]
             ended = prefix_tokens.eq(self.dictionary.eos()).any(1)
-            if ended.any():
-                return self._without_whole_lines(generator, models, sample, prefix_tokens, ended)
-        return self._continue(generator, models, sample, prefix_tokens, constraints)
+        if isinstance(generator, SequenceScorer):
+            inside = sample["net_input"]["src_tokens"][:, 1:].eq(self.dictionary.eos())
+            check(
+                not inside.any(),
+                "a line to score must have its end last, got words after it: score each line by itself",
+            )
+        if prefix_tokens is not None and ended is not None and ended.any():
+            hypotheses = self._without_whole_lines(generator, models, sample, prefix_tokens, ended)
+        else:
+            hypotheses = self._continue(generator, models, sample, prefix_tokens, constraints)
+        self._show_whole_lines(sample)
+        return hypotheses
+
+    def _show_whole_lines(self, sample: Sample) -> None:
+        """Put first words, which are only read, into the targets with which fairseq-generate compares hypotheses."""
+        read, targets = sample["net_input"]["src_tokens"], sample.get("target")
+        if self.first_token is None and targets is not None and targets.shape == read.shape:
+            sample["target"] = torch.cat([read[:, :1], targets], 1)
 
     def _without_whole_lines(
         self,

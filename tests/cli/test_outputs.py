@@ -157,7 +157,8 @@ def test_a_current_folder_that_was_removed(tmp_path, command):
     """Where it is, torch imports a library that ends the process."""
     folder, (program, flag) = tmp_path / "folder", command.split()
     folder.mkdir()
-    shell = ["bash", "-c", 'rmdir "$PWD" && exec "$@"', "-", Path(sys.executable).with_name(program), flag]
+    script = [sys.executable, Path(sys.executable).with_name(program), flag]
+    shell = ["bash", "-c", 'rmdir "$PWD" && exec "$@"', "-", *script]
     done = subprocess.run(shell, cwd=folder, capture_output=True, text=True, check=False)
     sentence = "the current folder must exist, got one that was removed: go to another one"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{program}: {sentence}\n")

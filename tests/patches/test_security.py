@@ -85,6 +85,35 @@ def test_they_are_run_where_they_are_trusted(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def shared_lists(depth):
+    """Return lists in lists, each with many references to the next one: 50^depth places in a few kilobytes."""
+    inner = []
+    for _ in range(depth):
+        inner = [inner] * 50
+    return inner
+
+
+def test_files_that_could_take_any_memory_are_refused(tmp_path):
+    """And no others: an optimizer may keep a few places of one number, or indices, and lists may share parts."""
+    path = tmp_path / "saved.pt"
+    usual = {
+        "model": {"w": torch.ones(1).expand(16)},
+        "optimizer": [torch.zeros(1).expand(1000), torch.eye(3).to_sparse()],
+    }
+    torch.save(usual | {"shared": shared_lists(30)}, path)
+    checkpoints.check_stored(path)
+    for large in (torch.zeros(1).expand(2**30), [torch.zeros(1).expand(2**22) for _ in range(9)]):
+        torch.save({"model": large}, path)
+        with pytest.raises(ValueError, match=r"must hold a number for every place .*, in a file of [\d,]+ bytes$"):
+            checkpoints.check_stored(path)
+    torch.save({"model": torch.zeros(2**23)}, path)
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    with pytest.raises(ValueError, match=r"a file of torch.save, got an archive of 33,\d+,\d+ bytes in \d+,\d+$"):
+        checkpoints.check_stored(tmp_path / "packed.pt")
+
+
 @looped("command", ["fairseq-eval-lm", "fairseq-generate", "fairseq-train", "fwp-eval-lm", "fwp-convert"])
 def test_every_command_refuses_them(tmp_path, canary, command):
     path, text = tmp_path / "checkpoint.pt", write_text(tmp_path)

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, options
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 from fairseq.models import BaseFairseqModel
 from fairseq.optim import AMPOptimizer, FP16Optimizer
@@ -314,6 +314,16 @@ def test_a_killed_training_frees_its_folder(commands):
     workers = ["--num-workers", 2, "--batch-size", 1, "--data-buffer-size", 1]
     assert commands(*saving, *workers, die_at="save 1")[0] == -signal.SIGKILL
     assert commands()[0] == 0
+
+
+def test_a_trainer_takes_the_flags_of_old_versions(tmp_path):
+    """A namespace, as fairseq's own constructor does."""
+    parser, init = options.get_training_parser(), Mock()
+    flags = [str(tmp_path), "--arch", "transformer_lm", "--task", "language_modeling", "--save-dir", str(tmp_path)]
+    args = options.parse_args_and_arch(parser, flags)
+    training.train_alone(init, None, args, "task")
+    (_, cfg, task), _ = init.call_args
+    assert cfg.checkpoint.save_dir == str(tmp_path) and task == "task"
 
 
 def test_a_folder_without_locks(tmp_path, monkeypatch, caplog):

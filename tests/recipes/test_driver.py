@@ -40,7 +40,7 @@ def test_every_recipe_names_extras_that_the_set_up_knows():
 def test_the_help_of_every_recipe(recipe, tmp_path):
     """It says what stages do, how to resume, and how to use another text; Python needs no package for it."""
     python = tmp_path / "python3"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
     command, environment = ["bash", recipe / "run.sh", "--help"], {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
@@ -52,8 +52,9 @@ def test_the_help_of_every_recipe(recipe, tmp_path):
 
 @looped("output, reason", [("/dev/full", "cannot be written: No space left on device"), ("&-", "must be open, got a")])
 def test_output_that_cannot_be_written(output, reason):
-    command = f"{sys.executable} {Path(commands.__file__).parent} problems --recipe x -- --help >{output}"
-    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, Path(commands.__file__).parent, "problems", "--recipe", "x", "--", "--help"]
+    shell = ["bash", "-c", f'"$@" >{output}', "-", *command]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, check=False)
     assert done.stderr.startswith(f"run.sh: standard output {reason}") and done.returncode == 1
 
 
