@@ -70,7 +70,7 @@ class Source(NamedTuple):
         try:
             if kind is bool and not isinstance(value, bool):
                 raise ValueError("it is true or false")
-            return value if kind is bool else kind(str(value))
+            return value if kind is bool or isinstance(value, int) else kind(str(value))
         except (ArgumentTypeError, ValueError) as error:
             raise ValueError(f"{name} must be a value of this option, got {value!r}: {error}") from error
 

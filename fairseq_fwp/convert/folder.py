@@ -68,10 +68,15 @@ def with_end(words: Sequence[str], options: Options) -> list[str]:
     """
     end, eos, renamed = options.get("end"), options.get("eos_token_id"), list(words)
     if end is not None:
-        names = {**{str(number): number for number in range(len(words))}, **{word: i for i, word in enumerate(words)}}
-        if end not in names:
-            raise ValueError(f"--end must be a token: a word of the vocabulary, or its number, got {end!r}")
-        eos = names[end]
+        numbers = {word: number for number, word in enumerate(words)}
+        number = int(end) if str(end).isdecimal() and int(end) < len(words) else numbers.get(end)
+        if number is None:
+            known = f"a word of {VOCABULARY} or --vocabulary, or its number"
+            raise ValueError(f"--end must be a token: {known}, got {end!r}")
+        if not isinstance(end, int) and numbers.get(end, number) != number:
+            both = f"the number of {words[number]!r} and the name of token {numbers[end]}"
+            raise ValueError(f"--end must name one token, got {end!r}, {both}: give the other name of the one you mean")
+        eos = number
     if eos is None:
         return renamed
     if not (type(eos) is int and 0 <= eos < len(words)):

@@ -163,7 +163,7 @@ def warn_of_another_beginning(load, filenames, *args, **kwargs):
         trained, now = (word(setting(settings, name, None)) or None for settings in (cfg.task, given))
         if trained != now:
             theirs, ours = as_given(name, trained), as_given(name, now)
-            remedy = f"give --task {setting(cfg.task, '_name', None)} and its flags to read it as in training"
+            remedy = f"give --task {setting(cfg.task, '_name', None)}{f' {theirs}' if trained else ''} for the same"
             logger.warning(f"{filenames[-1]} was trained with {theirs}, but reads the text with {ours}: {remedy}")
     return models, cfg, task
 

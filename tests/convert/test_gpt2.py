@@ -273,6 +273,11 @@ def test_rows_that_fill_the_table_have_names_of_their_own(folder):
     """Words of a vocabulary may be digits, and fairseq's own names of such rows."""
     folder.save(make_tensors())
     (folder.path / "vocab.txt").write_text("\n".join(["<s>", "27", "madeupword27", "28", "w"]) + "\n")
+    with pytest.raises(
+        ValueError, match="'28', the number of 'madeupword28' and the name of token 3: give the other name"
+    ):
+        fairseq_fwp.load(folder.path, source="gpt2", end="28")
+    assert "27" in fairseq_fwp.load(folder.path, source="gpt2", end=27).dictionary.indices
     words = fairseq_fwp.load(folder.path, source="gpt2").dictionary
     fillers = {*map(str, range(5, 27)), "madeupwordmadeupword27", "madeupword28"}
     assert len(words) == WORDS + 2 and words.indices.keys() >= {"27", "madeupword27", "28", *fillers}
