@@ -25,6 +25,7 @@ TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # the environment variable of torch 
 KEY = "dictionary_fingerprints"
 REMEDY = "copy it again, or use another checkpoint of the same folder"
 OLD_KEY = "dictionaries"  # where HuBERT keeps its dictionaries, as a list
+TENSORS_ONLY = "must hold a tensor for every name, got other objects, such as sparse, nested or quantised tensors"
 SLACK = 2**24  # bytes that a file may need besides its own size
 BEGINNING = ("line_start", "add_bos_token")  # settings of tasks that say what a model reads first
 logger = logging.getLogger(__name__)
@@ -63,11 +64,10 @@ def check_stored(path: str | os.PathLike[str]) -> None:
             raise NotStoredError(
                 f"{path} must be a file of torch.save, got an archive of {unpacked:,} bytes in {size:,}"
             )
-    other = f"{path} must hold a tensor for every name, got other objects, such as sparse, nested or quantised tensors"
     try:
         loaded = torch.load(path, map_location="meta", weights_only=True)
     except NotImplementedError as error:  # of nested and quantised tensors
-        raise NotStoredError(other) from error
+        raise NotStoredError(f"{path} {TENSORS_ONLY}") from error
     missing = 0
     for x in _tensors_in(loaded):
         if x.layout == torch.strided:  # the numbers of others are in the file

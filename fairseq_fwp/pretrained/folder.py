@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fairseq_fwp.options import Settings
-from fairseq_fwp.patches.checkpoints import NotStoredError, check_stored
+from fairseq_fwp.patches.checkpoints import TENSORS_ONLY, NotStoredError, check_stored
 from fairseq_fwp.patches.data import check_file
 
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
@@ -107,7 +107,7 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} must hold {code}: ask its author for {WEIGHTS}") from error
         raise ValueError(f"{path} must be a complete file of torch.save, got a truncated or different file") from error
     if not isinstance(loaded, dict) or not all(isinstance(name, str) and is_stored(x) for name, x in loaded.items()):
-        raise ValueError(f"{path} must hold a tensor for every name, got other objects")
+        raise ValueError(f"{path} {TENSORS_ONLY}")
     return loaded
 
 
