@@ -71,8 +71,8 @@ def with_end(words: Sequence[str], options: Options) -> list[str]:
         numbers = {word: number for number, word in enumerate(words)}
         number = int(end) if str(end).isdecimal() and int(end) < len(words) else numbers.get(end)
         if number is None:
-            known = f"a word of {VOCABULARY} or --vocabulary, or its number"
-            raise ValueError(f"--end must be a token: {known}, got {end!r}")
+            got = f"got {end!r}; words are in {VOCABULARY} or --vocabulary"
+            raise ValueError(f"--end must be a token: a word of the vocabulary, or its number, {got}")
         if not isinstance(end, int) and numbers.get(end, number) != number:
             both = f"the number of {words[number]!r} and the name of token {numbers[end]}"
             raise ValueError(f"--end must name one token, got {end!r}, {both}: give the other name of the one you mean")
