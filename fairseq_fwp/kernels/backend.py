@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,20 +10,21 @@ from .library import load_kernels
 
 # Greatest size of a key or a value, if kernels have a limit: kGreatestSize of cuda_ext/cuda/launchers.h.
 GREATEST_SIZE = {"cuda": 512}
+FLOAT16 = "fairseq_fwp runs float16 without tensor cores: use bfloat16 (--bf16, not --fp16), which runs on them"
 _warned: set[str] = set()
 
 
-def too_large(q: Any, v: Any) -> bool:
-    """Return whether keys or values are too large for the kernels of their device; warn once if so."""
-    if not isinstance(q, Tensor) or q.device.type not in GREATEST_SIZE or not isinstance(v, Tensor):
+def too_large(q: Tensor, v: Tensor, required: bool) -> bool:
+    """Return whether keys or values are too large for their device's kernel: warn once, or raise RuntimeError if so."""
+    if q.device.type not in GREATEST_SIZE:
         return False
     greatest, sizes = GREATEST_SIZE[q.device.type], (*q.shape[-1:], *v.shape[-1:])
     if max(sizes, default=0) <= greatest:
         return False
-    _warn_once(
-        q.device.type,
-        f"keys and values must have at most {greatest} dimensions for its kernels, got {sizes}; use smaller heads",
-    )
+    reason = f"keys and values must have at most {greatest} dimensions for its kernels, got {sizes}; use smaller heads"
+    if required:
+        raise RuntimeError(f"no compiled kernel for {q.device.type}: {reason}")
+    _warn_once(q.device.type, reason)
     return True
 
 
@@ -32,8 +32,7 @@ def warn_of_float16(q: Tensor) -> None:
     """Warn once that the CUDA kernels on tensor cores take bfloat16, and not float16."""
     if q.dtype == torch.float16 and "float16" not in _warned and not torch.compiler.is_compiling():
         _warned.add("float16")
-        message = "fairseq_fwp runs float16 without tensor cores: use bfloat16 (--bf16, not --fp16), which runs on them"
-        warnings.warn(message, RuntimeWarning, stacklevel=_level_of_caller())
+        warnings.warn(FLOAT16, RuntimeWarning, stacklevel=_level_of_caller())
 
 
 def _level_of_caller() -> int:

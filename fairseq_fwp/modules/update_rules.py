@@ -5,9 +5,8 @@ tokens, Dk size of a mapped key, Dv size of a value.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from inspect import signature
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 from fairseq_fwp import ops
 from fairseq_fwp.checks import check, look_up
 from fairseq_fwp.ops import rows
-from fairseq_fwp.ops.arguments import Results, at_least_float32
+from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.rules import PRODUCT
 
 Size: TypeAlias = Literal["Dk", "Dv"] | int
 
@@ -64,11 +64,6 @@ def resolve(size: Size, key_dim: int, value_dim: int) -> int:
     return size if isinstance(size, int) else {"Dk": key_dim, "Dv": value_dim}[size]
 
 
-# (q, k, v, *gates, state, first=..., backend=...) -> (out, state), one tensor per gate: an `ops.Rule`, or a function.
-# That of a plug-in may lack `first`.
-Operator: TypeAlias = ops.Rule | Callable[..., Results]
-
-
 class Normaliser(NamedTuple):
     """z of attention normalisation, which divides the output of a rule by z . q.
 
@@ -80,7 +75,7 @@ class Normaliser(NamedTuple):
     """
 
     gates: Callable[..., tuple[Tensor, ...]] | None = None
-    operator: Operator | None = None
+    operator: ops.Rule | None = None
     retrieved: bool = False
 
     @property
@@ -96,36 +91,15 @@ class UpdateRule(NamedTuple):
     steps: keys and values a token, N: k (B, H, L, N, Dk), v (B, H, L, N, Dv).
     """
 
-    operator: Operator
+    operator: ops.Rule
     gates: tuple[Gate, ...] = ()
     normaliser: Normaliser | None = Normaliser()
     steps: int = 1
-
-    @property
-    def packs_documents(self) -> bool:
-        """Whether the operator takes `first`, so that a segment may hold several documents."""
-        return isinstance(self.operator, ops.Rule) or "first" in signature(self.operator).parameters
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Pickle an entry of the table as its name: its functions may have none."""
         names = [name for name, rule in UPDATE_RULES.items() if rule is self]
         return (find_rule, (names[0],)) if names else (UpdateRule, tuple(self))
-
-
-def run(
-    operator: Operator,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Sequence[Tensor],
-    state: Tensor | None,
-    first: Tensor | None,
-    backend: str,
-) -> Results:
-    """Return what the operator returns for the gates in its order."""
-    if first is None:  # which a function of a plug-in may not take
-        return operator(q, k, v, *gates, state, backend=backend)
-    return operator(q, k, v, *gates, state, first=first, backend=backend)
 
 
 def uniform_gate_bias(number: int) -> Tensor:
@@ -230,7 +204,7 @@ UPDATE_RULES = {
         Normaliser(lambda decay, erase, write: (decay,), ops.gla_rule, retrieved=True),
     ),
     # Siems et al. 2025 use up to four steps a token; the symmetric group of three elements needs two.
-    "delta_product": UpdateRule(ops.delta_product_rule, (replace(BETA, size=2),), normaliser=None, steps=2),
+    "delta_product": UpdateRule(PRODUCT, (replace(BETA, size=2),), normaliser=None, steps=2),
     "rwkv7": UpdateRule(
         # After Peng et al. 2025, with projections of the rank of a head for the decay and the rate. In the paper the
         # decay's projection contains a tanh. The removal key is projected here; in the paper it is the key times a
@@ -254,13 +228,13 @@ def find_rule(name: str) -> UpdateRule:
     check(isinstance(rule, UpdateRule), f"{where} must be an UpdateRule, got {type(rule).__name__}")
     are_gates = isinstance(rule.gates, tuple) and all(isinstance(gate, Gate) for gate in rule.gates)
     check(are_gates, f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
-    check(callable(rule.operator), f"{where}: operator must be an ops.Rule or a function, got {rule.operator!r}")
+    check(isinstance(rule.operator, ops.Rule), f"{where}: operator must be an ops.Rule, got {rule.operator!r}")
     is_normaliser = rule.normaliser is None or isinstance(rule.normaliser, Normaliser)
     check(is_normaliser, f"{where}: normaliser must be a Normaliser or None, got {rule.normaliser!r}")
-    names, operator = [gate.name for gate in rule.gates], rule.operator
-    if isinstance(operator, ops.Rule) and names != [*operator.gates]:
-        raise ValueError(
-            f"{where}: gates must be those of {operator.name}, in their order: {', '.join(operator.gates)}, "
-            f"got {', '.join(names) or 'none'}"
-        )
+    names, of_operator = [gate.name for gate in rule.gates], [*rule.operator.gates]
+    check(
+        names == of_operator,
+        f"{where}: gates must be those of {rule.operator.name}, in their order: {', '.join(of_operator)}, "
+        f"got {', '.join(names) or 'none'}",
+    )
     return rule

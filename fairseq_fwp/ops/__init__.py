@@ -25,7 +25,7 @@ of every rule.
 
 from ..kernels import KernelStatus, kernel_status
 from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve
-from .rule import Rule
+from .rule import Rule, explain
 from .rules import (
     decay_rule,
     delta_product_rule,
@@ -50,6 +50,7 @@ __all__ = [
     "delta_product_rule",
     "delta_rule",
     "dplr_rule",
+    "explain",
     "fwm_rule",
     "gated_delta_rule",
     "gated_rule",

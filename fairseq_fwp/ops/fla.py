@@ -74,7 +74,8 @@ def run(rule: str, tensors: dict[str, Tensor], state: Tensor | None = None, firs
 
     ValueError, TypeError: what fla's kernels do not take. RuntimeError: there is no such kernel, device or package.
     """
-    _check(rule, tensors)
+    check_inputs(rule, tensors["q"], tensors["v"])
+    _check_decays(rule, tensors)
     heads = tensors["v"].shape[1]
     shared = {name: for_heads(x, heads) if name in "qk" else x for name, x in tensors.items()}
     function, arguments = FORMS[rule](*(x.transpose(1, 2) for x in shared.values()))
@@ -105,8 +106,8 @@ def _one_row(x: Any) -> Any:
     return x.flatten(0, 1).unsqueeze(0) if isinstance(x, Tensor) else x
 
 
-def _check(rule: str, tensors: dict[str, Tensor]) -> None:
-    q = tensors["q"]
+def check_inputs(rule: str, q: Tensor, v: Tensor) -> None:
+    """Raise what `run` does for such q and v, whatever the gates are."""
     prefix = f"{rule} with backend='fla': "
     if rule not in FORMS:
         raise RuntimeError(f"{prefix}the rule must be one of {', '.join(FORMS)}; use backend='auto'")
@@ -114,8 +115,13 @@ def _check(rule: str, tensors: dict[str, Tensor]) -> None:
         raise RuntimeError(f"{prefix}tensors must be on a CUDA device, got {q.device}; use backend='auto'")
     if q.dtype not in DTYPES:
         raise TypeError(f"{prefix}q must be bfloat16 or float16, got {q.dtype}; use backend='auto' for others")
-    if not 0 < q.shape[3] <= GREATEST_KEY or not tensors["v"].shape[-1] or not q.shape[2]:
+    if not 0 < q.shape[3] <= GREATEST_KEY or not v.shape[-1] or not q.shape[2]:
         raise ValueError(f"{prefix}there must be tokens, with keys of at most {GREATEST_KEY}, got q {tuple(q.shape)}")
+    _load("__name__")  # of fla.ops
+
+
+def _check_decays(rule: str, tensors: dict[str, Tensor]) -> None:
+    prefix = f"{rule} with backend='fla': "
     decays = {name: tensors[name] for name in DECAYS if name in tensors}
     if rule == "delta_product_rule" and any(x.dim() == 4 for x in decays.values()):
         raise ValueError(f"{prefix}decay must have shape (B, H, L), got {tuple(decays['decay'].shape)}")
@@ -125,8 +131,8 @@ def _check(rule: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _load(function: str) -> Callable[..., Results]:
-    module, _, name = function.rpartition(".")
+    module, _, name = f"fla.ops.{function}".rpartition(".")
     try:
-        return getattr(import_module(f"fla.ops.{module}"), name)
+        return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(f"backend='fla' needs the package fla-core, got {error}: pip install fla-core") from error

@@ -4,7 +4,7 @@ B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import update_wrapper
 from inspect import Parameter, Signature
 from itertools import pairwise, starmap
 from operator import index
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..kernels import self_check
-from ..kernels.backend import require_kernel, too_large
+from ..kernels.backend import FLOAT16, require_kernel, too_large
 from . import fla
 from .arguments import PER_VALUE, SHARED_KEY, Results, Shape, check_arguments
 from .operator import define, refuse_double_backward
@@ -34,12 +34,11 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Rule:
     """An update rule as a function of tensors: state in, state out, no parameters.
 
     It has the name, the signature, the help text and the source of a function, and is pickled as one: by its name in
-    the module of its step.
+    the module of its step. It is immutable by convention.
 
     name: of the function, for errors.
     step: the definition of the rule: (memory, k_t, v_t, *gates_t) -> memory after token t, all in the state's dtype.
@@ -50,29 +49,24 @@ class Rule:
     key, value: shapes of k and v.
     """
 
-    name: str
-    step: Callable[..., Tensor]
-    gates: Mapping[str, tuple[Shape, ...]] = field(default_factory=dict)
-    family: Callable[..., Results] | None = None
-    key: Shape = SHARED_KEY
-    value: Shape = PER_VALUE
-    _compute: Callable[..., Results] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._check_form()
-        object.__setattr__(self, "_compute", self.family or make_operator(self))
-        names = [*("q", "k", "v", *self.gates)]
-        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    def __init__(
+        self,
+        name: str,
+        step: Callable[..., Tensor],
+        gates: Mapping[str, tuple[Shape, ...]] = {},
+        family: Callable[..., Results] | None = None,
+        key: Shape = SHARED_KEY,
+        value: Shape = PER_VALUE,
+    ) -> None:
+        _check_form(name, step, gates)
+        self.name, self.step, self.gates, self.family, self.key, self.value = name, step, gates, family, key, value
+        self._operator = family or make_operator(self)
+        update_wrapper(self, step, assigned=("__module__", "__doc__"), updated=())
+        self.__name__ = self.__qualname__ = name
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("q", "k", "v", *gates)]
         parameters.append(Parameter("state", Parameter.POSITIONAL_OR_KEYWORD, default=None))
         parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in OPTIONS.items()]
-        of_function: dict[str, object] = {
-            "__name__": self.name,
-            "__qualname__": self.name,
-            "__module__": self.step.__module__,
-        }
-        of_function |= {"__doc__": self.step.__doc__, "__signature__": Signature(parameters), "__wrapped__": self.step}
-        for attribute, value in of_function.items():
-            object.__setattr__(self, attribute, value)
+        self.__signature__ = Signature(parameters)
 
     def __repr__(self) -> str:
         return f"{self.name}{Signature.from_callable(self)}"
@@ -139,34 +133,42 @@ class Rule:
         self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None, backend: str = "auto"
     ) -> Results:
         """Return the same for q, k, v and the gates in their order."""
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        if any(x is None for x in tokens):  # which some rules would take for another rule
+        compute = self._choose(backend, tokens[0], tokens[2])
+        # On small inputs the checks cost several times as much as the kernel, which checks its arguments itself. So
+        # they only run after it fails, to explain the error. (Some rules would take None for another rule.)
+        if compute is not self._operator or torch.compiler.is_compiling() or any(x is None for x in tokens):
             self.check(*tokens, state=state, first=first)
-        if backend == "fla":
-            self.check(*tokens, state=state, first=first)
-            return fla.run(self.name, dict(zip(("q", "k", "v", *self.gates), tokens, strict=True)), state, first)
-        if backend == "kernel":
-            self._require_kernel(tokens[0])
-        if backend == "reference" or (
-            backend == "auto" and (too_large(*tokens[:3:2]) or self._is_distrusted(tokens[0]))
-        ):
-            self.check(*tokens, state=state, first=first)
-            return self.reference(*tokens, state=state, first=first)
-        if torch.compiler.is_compiling():
-            self.check(*tokens, state=state, first=first)
-            return self._compute(*tokens, state=state, first=first)
+            return compute(*tokens, state=state, first=first)
         if forward_ad._current_level >= 0:
             self._refuse_tangents(*tokens, state)
-        # On small inputs the checks cost several times as much as the kernel, which checks its arguments itself. So
-        # they only run after it fails, to explain the error.
         try:
-            return self._compute(*tokens, state=state, first=first)
+            return compute(*tokens, state=state, first=first)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             self.check(*tokens, state=state, first=first)
             if is_transformed():
                 raise NotImplementedError(f"{self.name} has no derivative in torch.func: {REFERENCE}") from error
             raise
+
+    def _choose(self, backend: str, q: object, v: object) -> Callable[..., Results]:
+        """Return what computes: fla, the reference, or the operator, which runs the kernel if there is one.
+
+        ValueError: there is no such backend. RuntimeError: it is "kernel", and there is no kernel, or a wrong one.
+        """
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        if backend == "fla":
+            return self._run_fla
+        if backend == "reference" or not isinstance(q, Tensor) or not isinstance(v, Tensor):  # which `check` refuses
+            return self.reference
+        required = backend == "kernel"
+        if required and self.family is None:
+            raise RuntimeError(f"{self.name} has no compiled kernel: use backend='auto' or 'reference'")
+        if required:
+            require_kernel(q.device.type)
+        checked = self.family is not None and q.device.type in self_check.CHECKED
+        if too_large(q, v, required) or (checked and self_check.distrusted(self.name, str(q.device), required)):
+            return self.reference
+        return self._operator
 
     def _run_pieces(
         self, tokens: list[Tensor], state: Tensor | None, first: Tensor | None, backend: str, ends: list[int]
@@ -194,38 +196,54 @@ class Rule:
         named = zip(("q", "k", "v", *self.gates), zip(tokens, shapes, strict=True), strict=True)
         check_arguments(self.name, dict(named), state, first)
 
-    def _check_form(self) -> None:
-        if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise ValueError(f"the name of a rule must be an identifier such as my_rule, got {self.name!r}")
-        if not callable(self.step):
-            raise ValueError(f"{self.name}: step must be a function of the memory and a token, got {self.step!r}")
-        if not isinstance(self.gates, Mapping):
-            raise ValueError(f"{self.name}: gates must be a mapping of names to shapes, got {self.gates!r}")
-        for gate, shapes in self.gates.items():
-            if gate in ("q", "k", "v", "state", "first", "backend", "states_after") or not gate.isidentifier():
-                raise ValueError(f"{self.name}: the name of a gate must be an unused identifier, got {gate!r}")
-            if not shapes or not all(isinstance(shape, tuple) and {*shape} <= SIZES for shape in shapes):
-                raise ValueError(
-                    f"{self.name}: the shapes of {gate} must be a tuple such as (ops.PER_TOKEN,), got {shapes!r}"
-                )
-
-    def _require_kernel(self, q: object) -> None:
-        if self.family is None:
-            raise RuntimeError(f"{self.name} has no compiled kernel: use backend='auto' or 'reference'")
-        if isinstance(q, Tensor):
-            require_kernel(q.device.type)
-            self._is_distrusted(q, required=True)
-
-    def _is_distrusted(self, q: object, required: bool = False) -> bool:
-        """Return whether the kernel has failed its check; raise RuntimeError if it failed and is required."""
-        if self.family is None or not isinstance(q, Tensor) or q.device.type not in self_check.CHECKED:
-            return False
-        return self_check.distrusted(self.name, str(q.device), required)
+    def _run_fla(self, *tokens: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
+        return fla.run(self.name, dict(zip(("q", "k", "v", *self.gates), tokens, strict=True)), state, first)
 
     def _refuse_tangents(self, *arguments: Tensor | None) -> None:
         """Refuse forward-mode derivatives, which would silently be zero; loaded kernels refuse them themselves."""
         if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
             raise NotImplementedError(f"{self.name} has no derivative in forward mode: {REFERENCE}")
+
+
+def _check_form(name: str, step: Callable[..., Tensor], gates: Mapping[str, tuple[Shape, ...]]) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"the name of a rule must be an identifier such as my_rule, got {name!r}")
+    if not callable(step):
+        raise ValueError(f"{name}: step must be a function of the memory and a token, got {step!r}")
+    if not isinstance(gates, Mapping):
+        raise ValueError(f"{name}: gates must be a mapping of names to shapes, got {gates!r}")
+    for gate, shapes in gates.items():
+        if gate in ("q", "k", "v", "state", "first", "backend", "states_after") or not gate.isidentifier():
+            raise ValueError(f"{name}: the name of a gate must be an unused identifier, got {gate!r}")
+        if not shapes or not all(isinstance(shape, tuple) and {*shape} <= SIZES for shape in shapes):
+            raise ValueError(f"{name}: the shapes of {gate} must be a tuple such as (ops.PER_TOKEN,), got {shapes!r}")
+
+
+def explain(rule: Rule, q: Tensor, v: Tensor) -> str:
+    """Return in lines which backend a call of the rule with such q and v runs here and now, and why it runs no other.
+
+    Like the first call, it builds and checks the kernels. Raises TypeError for a function that is not an ops.Rule.
+    """
+    if not isinstance(rule, Rule):
+        raise TypeError(f"the rule must be an ops.Rule, got {type(rule).__name__}")
+    kernel = _refusal(rule._choose, "kernel", q, v)
+    fla_too = _refusal(fla.check_inputs, rule.name, q, v) or "it runs only with backend='fla'"
+    other = f"not the kernel: {kernel}" if kernel else "not the reference: it runs only with backend='reference'"
+    lines = [f"{rule.name}, {q.dtype} on {q.device}: the {'reference' if kernel else 'kernel'}", other]
+    if not kernel and q.is_cuda and q.dtype == torch.float16:
+        lines.append(FLOAT16)
+    if torch.compiler.is_compiling() or is_transformed():
+        lines.append(f"a graph keeps the call as one operator, which has no derivative in torch.func: {REFERENCE}")
+    return "\n".join([*lines, f"not fla: {fla_too}"])
+
+
+def _refusal(choose: Callable[..., object], *arguments: object) -> str:
+    """Return the sentence with which a choice is refused, or an empty string."""
+    try:
+        choose(*arguments)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def _free_name(name: str) -> str:

@@ -159,6 +159,7 @@ KEYS: Shape = ("B", "Hk", "L", "N", "Dk")
 
 
 def _product_step(memory: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None = None) -> Tensor:
+    """Multiply the memory by decay, write N times as the delta rule does, then read with q."""
     if decay is not None:
         memory = decay.unsqueeze(-1) * memory
     for k_n, v_n, beta_n in zip(k.unbind(2), v.unbind(2), beta.unsqueeze(-1).unbind(2), strict=True):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fairseq_fwp import ops
 from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.memory import Memory
 from fairseq_fwp.modules.attention.normalization import (
@@ -31,12 +32,12 @@ from fairseq_fwp.modules.attention.normalization import (
     running_sum,
 )
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.update_rules import UPDATE_RULES, Gate, Operator, find_rule, run
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, Gate, find_rule
 from fairseq_fwp.ops.arguments import at_least_float32
 
 # Gates -> (B, H, L), how strongly a token writes, of operators that can be read backwards from a query: they are linear
 # in the values, and their transition is symmetric.
-WRITE_STRENGTHS: dict[Operator, Callable[..., Tensor]] = {
+WRITE_STRENGTHS: dict[ops.Rule, Callable[..., Tensor]] = {
     UPDATE_RULES["sum"].operator: lambda: torch.ones(()),
     UPDATE_RULES["gated"].operator: lambda gate: 1 - gate,
     UPDATE_RULES["delta"].operator: lambda beta: beta,
@@ -197,7 +198,7 @@ class FastWeightMemory(nn.Module):
         writes, reads = k[:, :, :-1], k[:, :, 1:]
         zeros = k.new_zeros(*writes.shape[:3], q.shape[2])
         before = [gate[:, :, :-1] for gate in gates]
-        out, _ = run(self.memory.rule.operator, reads, writes, zeros, before, state, None, self.memory.backend)
+        out, _ = self.memory.rule.operator(reads, writes, zeros, *before, state, backend=self.memory.backend)
         return strength.unsqueeze(-1) * torch.cat([k[:, :, :1] @ state, out], dim=2).flip(2)
 
 

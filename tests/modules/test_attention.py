@@ -22,8 +22,8 @@ from support.attentions import (
 from support.pairwise import looped
 from torch.nn import functional as F
 
+from fairseq_fwp import ops
 from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
-from fairseq_fwp.modules.attention import memory as memory_module
 from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization
 from fairseq_fwp.modules.attention.relative import (
@@ -35,7 +35,7 @@ from fairseq_fwp.modules.attention.relative import (
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 from fairseq_fwp.modules.attention.time_mix import TimeMix
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.update_rules import UPDATE_RULES, run, uniform_gate_bias
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, uniform_gate_bias
 
 # Fast weights.
 
@@ -89,8 +89,8 @@ def test_short_sequences_are_read_by_their_scores(kind, length, by_scores, monke
     layer.memory.backend = "reference"
     expected = results()
     layer.memory.backend = "auto"
-    visits = []
-    monkeypatch.setattr(memory_module, "run", lambda *given: visits.append(1) or run(*given))
+    visits, run = [], ops.Rule.run
+    monkeypatch.setattr(ops.Rule, "run", lambda *given, **named: visits.append(1) or run(*given, **named))
     for ours, theirs in zip(results(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert len(visits) == (1 if by_scores else 3)  # tokens after a state visit it

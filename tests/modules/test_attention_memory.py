@@ -34,7 +34,7 @@ def test_padded_tokens_do_not_change_the_memory(rule):
         assert same is before
 
 
-@looped("rule", [rule for rule in UPDATE_RULES if UPDATE_RULES[rule].packs_documents])
+@looped("rule", UPDATE_RULES)
 def test_a_document_is_read_as_a_sequence_of_its_own(rule):
     memory, q, k, v, gates = inputs(rule)
     first = torch.zeros(2, LENGTH, dtype=torch.bool)

@@ -76,21 +76,6 @@ def test_negative_eigenvalues_double_the_rates_of_deltas_family(rule):
         torch.testing.assert_close(found, 2 * usual if gate.name == "beta" else usual)
 
 
-def test_a_rule_from_outside_need_not_know_documents(monkeypatch):
-    """A rule written before these fields existed trains as before."""
-
-    def keep_all(q, k, v, state=None, *, backend="auto"):
-        return UPDATE_RULES["sum"].operator(q, k, v, state, backend=backend)
-
-    x = torch.randn(2, 5, 16)
-    expected = build("sum", "elu")
-    monkeypatch.setitem(UPDATE_RULES, "keep_all", UPDATE_RULES["sum"]._replace(operator=keep_all))
-    layer = build("keep_all", "elu")
-    layer.load_state_dict(expected.state_dict())
-    state = layer(x)[1]
-    torch.testing.assert_close(layer(x, state)[0], expected(x, state)[0])
-
-
 def test_a_layer_with_a_rule_from_outside_is_pickled_by_its_name(monkeypatch):
     rule = ops.Rule("halving_rule", lambda memory, k, v: memory / 2 + ops.outer(k, v))
     monkeypatch.setitem(UPDATE_RULES, "halving", UpdateRule(rule, (), Normaliser(lambda: ())))
@@ -114,7 +99,8 @@ REFUSED = [
     (UpdateRule(LEAKY), "gates must be those of leaky_rule, in their order: keep, got none"),
     (UpdateRule(LEAKY, (Gate("kept"),)), "gates must be those of leaky_rule, in their order: keep, got kept"),
     (UpdateRule(ops.delta_rule), "gates must be those of delta_rule, in their order: beta, got none"),
-    (UpdateRule("leaky"), "operator must be an ops.Rule or a function, got 'leaky'"),
+    (UpdateRule("leaky"), "operator must be an ops.Rule, got 'leaky'"),
+    (UpdateRule(ops.delta_product_rule, (Gate("beta"),)), "operator must be an ops.Rule, got <function delta_product"),
     (UpdateRule(LEAKY, (Gate("keep"),), True), "normaliser must be a Normaliser or None, got True"),
 ]
 

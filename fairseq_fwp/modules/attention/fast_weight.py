@@ -60,6 +60,7 @@ class FastWeightAttention(Attention):
     Raises TypeError for a feature_map that is not a FeatureMap.
     """
 
+    packs_documents = True
     states = (FastWeightState,)
 
     def __init__(
@@ -148,7 +149,6 @@ class FastWeightAttention(Attention):
             self.key_normalizations.append(partial(unit_length, epsilon=l2_normalization_epsilon))
         self.query_scale = feature_map.feature_dim**-0.5 if scale_queries else 1.0
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
-        self.packs_documents = rule.packs_documents
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         self.overflows = attention_normalization is not None or sum_normalization is None
         self.read_out_norm = layer_norm(self.head_dim, rms_norm, norm_epsilon) if norm_read_out else None
@@ -181,7 +181,6 @@ class FastWeightAttention(Attention):
         state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that do not write;
         first (B, L): True at tokens that begin a document, where the memory is empty; None = nowhere.
         """
-        self.refuse_documents(first)
         queries_keys, v, gates, recent = self.project(x, state, key_padding_mask, first)
         q, k, v, gates = self.map(queries_keys, v, gates, key_padding_mask)
         out, after = self.memory.read(q, k, v, gates, state, first)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fairseq_fwp import ops
 from fairseq_fwp.modules.attention.base import scores_are_cheaper
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization
-from fairseq_fwp.modules.update_rules import UpdateRule, run
+from fairseq_fwp.modules.update_rules import UpdateRule
 
 
 class FastWeightState(NamedTuple):
@@ -78,7 +78,7 @@ class Memory:
         divisor = None
         if self.normalization is not None:
             divisor, k, v, z = self.normalization.apply(self.rule, q, k, v, gates, z, first, self.backend)
-        out, weights = run(self.rule.operator, q, k, v, gates, weights, first, self.backend)
+        out, weights = self.rule.operator(q, k, v, *gates, weights, first=first, backend=self.backend)
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, z)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fairseq_fwp.checks import check
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.update_rules import UpdateRule, run
+from fairseq_fwp.modules.update_rules import UpdateRule
 from fairseq_fwp.ops.arguments import at_least_float32, state_dtype
 
 # DPFP can map a vector to zero: it stays zero, and neither writes nor reads. fast-transformers adds 1e-6 to z . q,
@@ -109,7 +109,7 @@ class AttentionNormalization(Division):
             )
             before = None if z is None else z.unsqueeze(-1)
             operator = normaliser.operator or rule.operator
-            divisor, z = run(operator, wide_q, wide_k, ones, forgets, before, first, backend)
+            divisor, z = operator(wide_q, wide_k, ones, *forgets, before, first=first, backend=backend)
             return self.bound(divisor.squeeze(-1)), k, v, z.squeeze(-1)
         sums = running_sum(k, z, first)
         divisor = self.output_divisor(q, sums)

@@ -5,43 +5,39 @@ negative: for this reason fwp_lm refuses attention normalisation with a map of e
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fairseq_fwp.linearize import INITIALISATIONS, Initialisation, Projections
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, Normaliser, UpdateRule, uniform_gate_bias
-from fairseq_fwp.ops import decay_rule, sum_rule
+from fairseq_fwp.ops import Rule, decay_rule, outer, sum_rule
 
 
-def divided_sum(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, *, backend: str = "auto"
-) -> tuple[Tensor, Tensor]:
+class DividedSum(Rule):
     """Compute S_t q_t / z_t q_t (Eq. 4) for features of either sign (Sec. 4.1.2); z is one more column of S, for ones.
 
     q, k (B, H, L, Dk), v (B, H, L, Dv), state (B, H, Dk, Dv + 1) -> out (B, H, L, Dv) and the new state.
     """
-    out, state = sum_rule(q, k, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1), state, backend=backend)
-    return out[..., :-1] / out[..., -1:], state
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *state: Tensor | None, **options: Any) -> Any:
+        out, after = super().__call__(q, k, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1), *state, **options)
+        return out[..., :-1] / out[..., -1:], after
 
 
-def decay_with_gated_write(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_decay: Tensor,
-    value_decay: Tensor,
-    state: Tensor | None = None,
-    *,
-    backend: str = "auto",
+def gated_write(memory: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_decay: Tensor) -> Tensor:
+    """Gate the write too: S_t = G_t * S_{t-1} + (1 - G_t) * v_t k_t (Sec. 3; Schlag & Schmidhuber 2017)."""
+    kept = outer(key_decay, value_decay)
+    return kept * memory + (1 - kept) * outer(k, v)
+
+
+def difference(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, z: Tensor, *, state: Tensor | None, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gate the write too: S_t = G_t * S_{t-1} + (1 - G_t) * v_t k_t (Sec. 3; Schlag & Schmidhuber 2017).
-
-    G_t * v_t k_t is the outer product of (z v) and (f k), so this is the decay rule minus the same rule with these.
-    Arguments and results as those of `decay_rule`.
-    """
-    written, memory = decay_rule(q, k, v, key_decay, value_decay, state, backend=backend)
-    left_out, of_memory = decay_rule(q, key_decay * k, value_decay * v, key_decay, value_decay, backend=backend)
+    """Compute the same by kernels: G_t * v_t k_t is the outer product of (z v) and (f k), under the decay rule."""
+    written, memory = decay_rule(q, k, v, f, z, state, first=first)
+    left_out, of_memory = decay_rule(q, f * k, z * v, f, z, first=first)
     return written - left_out, memory - of_memory
 
 
@@ -55,9 +51,9 @@ def scale_by_plain_decay(attention: torch.nn.Module, q: Tensor, k: Tensor, v: Te
     return q, k, v * (1 - attention.gate_biases["value_decay"]).to(v).unsqueeze(1)
 
 
-UPDATE_RULES["divided_sum"] = UpdateRule(divided_sum)
+UPDATE_RULES["divided_sum"] = UpdateRule(DividedSum("divided_sum", sum_rule.step, family=sum_rule.family))
 UPDATE_RULES["decay_gated_write"] = UPDATE_RULES["decay"]._replace(
-    operator=decay_with_gated_write, normaliser=Normaliser()
+    operator=Rule("decay_with_gated_write", gated_write, decay_rule.gates, difference), normaliser=Normaliser()
 )
 # Footnote 1.
 UPDATE_RULES["decay_no_sigmoid"] = UpdateRule(
