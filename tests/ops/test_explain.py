@@ -1,4 +1,4 @@
-"""What `ops.explain` says for each reason, and that the rule does so."""
+"""`ops.explain` names each reason for which another backend runs, and the rule does as it says."""
 
 import re
 import sys
