@@ -162,3 +162,20 @@ def test_a_current_folder_that_was_removed(tmp_path, command):
     done = subprocess.run(shell, cwd=folder, capture_output=True, text=True, check=False)
     sentence = "the current folder must exist, got one that was removed: go to another one"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{program}: {sentence}\n")
+
+
+def test_a_device_that_is_full_is_named():
+    """Not standard output, which has room."""
+    with pytest.raises(OSError, match=r"^/dev/full could not be written \(No space left on device\)$"):
+        write_whole(Path("/dev/full"), lambda path: path.write_text("table"))
+
+
+def test_a_folder_that_another_command_has_made_is_named(tmp_path):
+    with (
+        pytest.raises(ValueError, match=r"must be a new or empty folder, got .*, which holds files"),
+        new_folder(tmp_path / "out") as folder,
+    ):
+        (folder / "own").touch()
+        with new_folder(tmp_path / "out") as other:
+            (other / "file").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]

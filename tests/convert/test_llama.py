@@ -289,6 +289,7 @@ REFUSALS = [
     (dict, {"rope_parameters": {"rope_type": None}, "rope_theta": None}, f"{ROPE} with type default, got none"),
     *((dict, {name: None}, f"{name} in config.json must have a value, got null") for name in llama.NOT_NULL[:2]),
     (dict, {"rms_norm_eps": 0}, "rms_norm_eps in config.json must be a number above 0, got 0"),
+    (dict, {"rms_norm_eps": 10**400}, "rms_norm_eps in config.json must be a number above 0, got 1000"),
     (dict, {"attention_bias": "yes"}, "attention_bias in config.json must be true or false, got 'yes'"),
     (dict, {"attention_dropout": 2}, "--attention-dropout must be in"),
     (dict, {**QWEN2, **WINDOW, "max_window_layers": -1}, "max_window_layers in .* must be a whole number, got -1"),
