@@ -217,14 +217,14 @@ class Harness(TemplateLM):
         whole = self.text.pieces(context + continuation)
         tokens = [token for token, _ in whole]
         # Spaces before the continuation are part of it, as a word is part of a token with the space before it.
-        shared, of_context = (_shared(self.text.pieces(text), whole) for text in (context.rstrip(), context))
+        shared = _shared(self.text.pieces(context.rstrip()), whole)
         if self.beginning.of_lines:
             parts = self._lines(tokens, shared)
+            own = self._lines(tokens, _shared(self.text.pieces(context), whole))  # not its line's end
         elif context:
-            parts = [(tokens[:shared] or self.beginning.tokens, tokens[shared:])]
+            own = parts = [(tokens[:shared] or self.beginning.tokens, tokens[shared:])]
         else:  # the token of the beginning stands for the context, also where the continuation has it
-            parts = [(self.beginning.tokens, tokens[tokens[:1] == self.beginning.tokens :])]
-        own = self._lines(tokens, of_context) if self.beginning.of_lines else parts  # not the end of the context's line
+            own = parts = [(self.beginning.tokens, tokens[tokens[:1] == self.beginning.tokens :])]
         if not any(scored for _, scored in own):
             got = f"{continuation!r} after {context[-60:]!r}{self._unscored}"
             raise ValueError(f"a continuation must have at least one token, got none in {got}")
