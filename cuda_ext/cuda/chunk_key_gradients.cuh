@@ -6,7 +6,13 @@
 //     dQ = c (dO S^T) + dP (F K)                     of the erasing keys: -c (D S^T) + dA (F K)
 //     dK = w (E G^T) + dP^T (F Q) + dA^T (F K)       df = the sums over the rows of G * S
 //
-// A erases with -K what P reads with Q, and D stands for dO. So the terms of dA are those of dP, computed again for other tokens.
+// A erases with -K what P reads with Q, and D stands for dO. So the terms of dA are those of dP, computed again for another
+// reader. A removal has the readers Q and -y and the writers K and x, with V and E, and so four of these terms: of P and R, X
+// and Y. -y reads with c-.
+//
+// Where values fade, dO is c dO and V is w V in the terms of the states, with their own decays z, Z * S stands for S in df, and
+// dP are scores of dO and V with z. The gradients of V and z are then those of K and f with exchanged arguments: (dO, V, z, P,
+// S^T) stands for (Q, K, f, dP, S).
 //
 // As in chunk_keys.cuh, the terms with F are products of matrices between groups, for each h. One product Z gives both. In an odd
 // block, Z_t is the sum over s of dP_ts w_s k_s: c_t Z_t is a term of dQ_t, and q_t Z_t is the gradient of c_t. In an even block,
@@ -18,37 +24,48 @@
 
 namespace fwp::cuda {
 
-template <int kRows, bool kErases>
-struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
-  using Pass = ChunkKeyPass<kRows, kErases>;
+template <int kRows, Rule kRule>
+struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
+  using Pass = ChunkKeyPass<kRows, kRule>;
+  using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues;
   static constexpr int kWarps = kRows / kBlock;
+  static constexpr int kValueParts = kFadesValues ? kOfTokens : 1;  // of dO and of what is written
 
-  Brought value, d_out, d_value;  // value: E, or V in bfloat16; d_value: D
+  // value: V; removed: E, or -E of a removal, in float32; d_removed: D; value_decay: z.
+  Brought value, d_out, removed, d_removed, value_decay;
+  const Bfloat16* d_scores;  // where values fade: dP, like the scores of ChunkKeyScores
   const float *initial, *kept, *gradients;  // the states before chunk 0 and after each whole one; G for each chunk
-  bool in_pairs;  // whether two numbers of a state can be loaded at once
-  Output d_q, d_k, d_rate, d_decay;
+  int row, column;                          // the strides of a state
+  bool in_pairs;                            // whether two numbers of a state can be loaded at once
+  Output d_q, d_k, d_rate, d_decay, d_removal_key, d_removal;
 
   static constexpr int kGroupSize = kSpan * kSpan + kSpan;  // groups in different banks
 
-  // 32 x 16 numbers of one warp: as factors, or for an exchange between lanes.
-  union Scratch {
-    Bfloat16 factors[kOfTokens][kScaledSize];
-    float numbers[kChunkTokens][kBlock + 2];
-  };
+  using Scratch = WarpScratch<kOfTokens>;
+  using Columns = Shared[kValueParts];
   struct Memory {
     const char** starts;
-    KeyTokens<kRows> tokens;
-    Shared value, d_out, d_value;
+    typename Pass::Tokens tokens;
+    Columns value, d_out;        // what K writes, and dO
+    Columns removed, d_removed;  // what x writes, and D
     Shared d_scores[kOfTokens];  // dP or dA in parts, with its transpose above the diagonal
     float *in_group, *d_rate;    // dP_ts or dA_ts of each group at (s, t); (warps, 32)
     Scratch* scratch;
+    KeyTokens<false> others;  // where values fade: dO, V and z
+    float* whole;             // the products of all z
+    float* aside;             // two places for numbers of each thread
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyGradients& pass)
-        : starts(carver.take<const char*>(8)), tokens(carver), value(carver.matrix(kChunkTokens, pass.value_columns())),
-          d_out(carver.matrix(kChunkTokens, pass.value_columns())),
-          d_value(carver.matrix(kErases ? kChunkTokens : 0, pass.value_columns())),
+        : starts(carver.take<const char*>(kDocuments + 1)), tokens(pass.take_tokens(carver)),
           in_group(carver.take<float>(kChunkTokens / kSpan * kGroupSize)),
-          d_rate(carver.take<float>(kWarps * kChunkTokens)), scratch(carver.take<Scratch>(kWarps)) {
+          d_rate(carver.take<float>(kWarps * kChunkTokens)), scratch(carver.take<Scratch>(kWarps)),
+          others(carver, kFadesValues ? pass.value_columns() : 0, pass.value_decay.type),
+          whole(carver.take<float>(kFadesValues ? pass.value_columns() : 0)),
+          aside(carver.take<float>(kRemoves ? 2 * kWarps * kWarp * kSpan * 2 : 0)) {
+      FWP_UNROLL for (Shared& x : value) x = carver.matrix(kChunkTokens, pass.value_columns());
+      FWP_UNROLL for (Shared& x : d_out) x = carver.matrix(kChunkTokens, pass.value_columns());
+      if (kRemoves) removed[0] = carver.matrix(kChunkTokens, pass.value_columns());
+      if (kSolves) d_removed[0] = carver.matrix(kChunkTokens, pass.value_columns());
       FWP_UNROLL for (Shared& x : d_scores) x = carver.matrix(kChunkTokens, kChunkTokens);
     }
   };
@@ -57,28 +74,35 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
     Carver carver{shared_memory()};
     const Memory memory(carver, *this);
     const int64_t n = this->chunk();
-    this->put_starts({&this->query, &this->key, &this->decay, &this->rate, &value, &d_out, &d_value}, memory.starts);
-    this->bring_tokens(memory.starts, n, memory.tokens);
-    bring_columns(d_out, memory.starts[5], n, memory.d_out);
-    if constexpr (kErases)
-      bring_columns(d_value, memory.starts[6], n, memory.d_value);
-    else
-      bring_columns(value, memory.starts[4], n, memory.value);
-    commit_copies();
-    if constexpr (kErases) load_errors(memory.starts[4], n, memory.value);
-    this->put_scalars(this->ask(memory.starts[3], memory.starts[7], n), memory.tokens);
-    wait_copies<0>();
-    __syncthreads();
+    this->put_starts(memory.starts, value, d_out, removed, d_removed, value_decay);
+    load(n, memory);
     Slice slice;
-    this->load_slice(memory.tokens, this->own_column(), slice.keys);
-    for_numbers([&](int t, int e) { slice.d_key[t][e] = slice.d_decay[t][e] = 0; });
-    add_terms<false>(n, memory, slice);
-    put_pairs(slice.d_query, memory.tokens.query);
-    if constexpr (kErases) {
-      this->load_readers(memory.tokens.key, this->own_column(), slice.keys.query);
-      for_numbers([&](int t, int e) { slice.keys.query[t][e] = -slice.keys.query[t][e]; });
-      __syncthreads();
-      add_terms<true>(n, memory, slice);
+    const auto& tokens = memory.tokens;
+    const int own = this->own_column();
+    tokens.load_decays(own, slice.keys);
+    load_pairs(tokens.query, own, slice.keys.reader);
+    clear(slice.d_reader), clear(slice.d_decay);
+    if constexpr (kRemoves) {
+      add_terms_of_writers<false>(n, memory, slice);
+      store_pairs(slice.d_reader, own, tokens.query);
+      tokens.load_removal_keys(own, slice.keys.reader);
+      erase(slice);
+      add_terms_of_writers<true>(n, memory, slice);
+      for_numbers([&](int t, int e) { slice.d_reader[t][e] = -slice.d_reader[t][e]; });
+      tokens.clear_beginnings(slice.d_reader);
+      tokens.removal_key.store(own, slice.d_reader);
+      tokens.removal.store(own, slice.d_writer);
+      load_aside(memory, 0, slice.d_writer);
+    } else {
+      tokens.load_keys(own, slice.keys.writer);
+      clear(slice.d_writer);
+      add_terms<false>(n, memory.d_out, memory.value, true, memory, slice);
+      store_pairs(slice.d_reader, own, tokens.query);
+      if constexpr (kErases) {
+        load_pairs(tokens.key, own, slice.keys.reader);
+        erase(slice);
+        add_terms<true>(n, memory.d_removed, memory.value, true, memory, slice);
+      }
     }
     put_others(memory, slice);
     __syncthreads();
@@ -86,9 +110,12 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
   }
 
  private:
+  static constexpr int kValue = Pass::kOwnStarts, kDOut = kValue + 1, kRemoved = kValue + 2, kDRemoved = kValue + 3,
+                       kValueDecay = kValue + 4, kDocuments = kValue + 5;  // of the starts
+
   struct Slice {
     KeySlice keys;
-    KeyNumbers d_query, d_key, d_decay;
+    KeyNumbers d_reader, d_writer, d_decay;
   };
   // Gradients of DecayProducts.
   struct DProducts {
@@ -97,102 +124,201 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
 
   FWP_DEVICE Scratch& scratch(const Memory& memory) const { return memory.scratch[this->warp()]; }
 
-  FWP_DEVICE void bring_columns(const Brought& from, const char* start, int64_t n, const Shared& to) const {
+  FWP_DEVICE void load(int64_t n, const Memory& memory) const {
+    const char* const* const starts = memory.starts;
+    this->bring_tokens(starts, n, memory.tokens);
+    if constexpr (kFadesValues) {
+      bring_columns(d_out, starts[kDOut], n, memory.others.query);
+      bring_columns(value, starts[kValue], n, memory.others.key);
+      memory.others.decay.typed([&](const auto& z) { bring_columns(value_decay, starts[kValueDecay], n, z); });
+    } else {
+      bring_columns(d_out, starts[kDOut], n, memory.d_out[0]);
+      if constexpr (!kErases) bring_columns(value, starts[kValue], n, memory.value[0]);
+      if constexpr (kSolves) bring_columns(d_removed, starts[kDRemoved], n, memory.d_removed[0]);
+    }
+    commit_copies();
+    if constexpr (kSolves)
+      load_errors(starts[kRemoved], n, kRemoves ? -1 : 1, kRemoves ? memory.removed[0] : memory.value[0]);
+    const Scalars scalars = this->ask(starts, starts[kDocuments], n);
+    this->put_scalars(scalars, memory.tokens);
+    if constexpr (kFadesValues) this->put_scalars(scalars, memory.others);
+    wait_copies<0>();
+    __syncthreads();
+    if constexpr (kFadesValues) scale_others(memory);
+  }
+  template <typename To>
+  FWP_DEVICE void bring_columns(const Brought& from, const char* start, int64_t n, const To& to) const {
     this->bring(from, start, n, 0, this->size.columns, this->value_columns(), to, 0, int(threadIdx.x), kWarps * kWarp);
   }
-  FWP_DEVICE void load_errors(const char* start, int64_t n, const Shared& to) const {
+  FWP_DEVICE void load_errors(const char* start, int64_t n, float sign, const Shared& to) const {
     const int columns = this->size.columns, width = this->value_columns(), tokens = this->count(n);
     const float* const errors = in_global_memory(reinterpret_cast<const float*>(start)) + n * kChunkTokens * columns;
     FWP_UNROLL_BY(4) for (int at = int(threadIdx.x); at < kChunkTokens * width; at += kWarps * kWarp) {
       const int t = at / width, j = at % width;
-      to.put(t, j, t < tokens && j < columns ? errors[t * columns + j] : 0);
+      to.put(t, j, t < tokens && j < columns ? sign * errors[t * columns + j] : 0);
+    }
+  }
+  // c dO and w V, and the products of all z. The warps share the numbers of a value.
+  FWP_DEVICE void scale_others(const Memory& memory) const {
+    FWP_UNROLL_BY(1) for (int first = this->own_column(); first < this->value_columns(); first += kRows) {
+      KeySlice values;
+      memory.others.load_decays(first, values);
+      load_pairs(memory.others.query, first, values.reader);
+      load_pairs(memory.others.key, first, values.writer);
+      const DecayProducts<kChunkTokens / kSpan> products(values);
+      const int i = first + own_number();
+      FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
+        float read[2], written[2];
+        FWP_UNROLL for (int e = 0; e < 2; ++e) {
+          read[e] = products.from_start[t][e] * values.reader[t][e];
+          written[e] = products.to_end[t][e] * values.writer[t][e];
+        }
+        put_parts(read, memory.d_out, own_token(t), i);
+        put_parts(written, memory.value, own_token(t), i);
+      }
+      FWP_UNROLL for (int e = 0; e < 2; ++e) {
+        const float whole = values.product(e);
+        if (group() == 0) memory.whole[i + e] = whole;
+      }
+    }
+  }
+  // The next reader is negative, because it erases.
+  FWP_DEVICE static void erase(Slice& slice) {
+    for_numbers([&](int t, int e) { slice.keys.reader[t][e] = -slice.keys.reader[t][e], slice.d_reader[t][e] = 0; });
+  }
+
+  // A lane's numbers that wait for their turn, in one of two places.
+  FWP_DEVICE static float& aside(const Memory& memory, int place, int t, int e) {
+    return memory.aside[((place * kSpan + t) * 2 + e) * kWarps * kWarp + int(threadIdx.x)];
+  }
+  FWP_DEVICE static void load_aside(const Memory& memory, int place, KeyNumbers& to) {
+    for_numbers([&](int t, int e) { to[t][e] = aside(memory, place, t, e); });
+  }
+  // The terms of a reader of a removal with both writers. The decays are loaded again, because otherwise the products of one
+  // round would wait in registers for the next.
+  template <bool kErased>
+  FWP_DEVICE void add_terms_of_writers(int64_t n, const Memory& memory, Slice& slice) const {
+    const int own = this->own_column();
+    FWP_UNROLL_BY(1) for (int writer = 0; writer < 2; ++writer) {
+      memory.tokens.load_decays(own, slice.keys);
+      writer > 0 ? memory.tokens.removal.load(own, slice.keys.writer) : memory.tokens.load_keys(own, slice.keys.writer);
+      kErased ? load_aside(memory, writer, slice.d_writer) : clear(slice.d_writer);
+      const Columns value = {{writer > 0 ? memory.removed[0].data : memory.value[0].data, memory.value[0].pitch}};
+      add_terms<kErased>(n, kErased ? memory.d_removed : memory.d_out, value, writer == 0, memory, slice);
+      for_numbers([&](int t, int e) { aside(memory, writer, t, e) = slice.d_writer[t][e]; });
     }
   }
 
-  // The terms of the scores and of the state: of P, or of A with what erases in place of the queries and D in place of dO.
-  template <bool kOfErased>
-  FWP_DEVICE void add_terms(int64_t n, const Memory& memory, Slice& slice) const {
-    const Shared& d_out = kOfErased ? memory.d_value : memory.d_out;
-    make_d_scores<kOfErased>(d_out, memory);
+  // The terms of a reader and a writer, and of what they do with the states. kErased: the reader is what erases: it does not read
+  // its own token, and of a removal not its decay. The terms of a writer and the states belong to the other reader, Q, and those
+  // of a reader to its first writer.
+  template <bool kErased>
+  FWP_DEVICE void add_terms(int64_t n, const Columns& d_out, const Columns& value, bool first, const Memory& memory,
+                            Slice& slice) const {
+    constexpr bool kBefore = kErased && kRemoves;
+    __syncthreads();  // for the terms before
+    if constexpr (kFadesValues)
+      load_d_scores(n, memory);
+    else
+      make_d_scores<kErased>(d_out[0], value[0], memory);
     __syncthreads();
     DProducts d_products;
-    use_states<kOfErased>(n, d_out, memory, slice, d_products);
-    separate<2>(slice, d_products);
-    add_blocks<2>(memory, slice, d_products);
-    separate<1>(slice, d_products);
-    add_blocks<1>(memory, slice, d_products);
-    differentiate(slice, d_products);
-    add_in_groups(memory, slice);
+    clear(d_products.from_start), clear(d_products.to_end);
+    use_states<kErased>(n, d_out, value, first, memory, slice, d_products);
+    separate<2, kBefore>(slice, d_products);
+    add_blocks<2, kBefore>(memory, slice, d_products);
+    separate<1, kBefore>(slice, d_products);
+    add_blocks<1, kBefore>(memory, slice, d_products);
+    differentiate<kBefore>(slice, d_products);
+    add_in_groups<kBefore>(memory, slice);
   }
 
-  template <bool kOfErased>
-  FWP_DEVICE void make_d_scores(const Shared& d_out, const Memory& memory) const {
+  template <bool kErased>
+  FWP_DEVICE void make_d_scores(const Shared& d_out, const Shared& value, const Memory& memory) const {
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) {
       const int row = row_of_block(b), column = column_of_block(b);
       Product d_score, none;
       // The pass of a rule that does not erase: one product.
-      ChunkPass<kRows, false, true>::template multiply_rows<1>(d_out, d_out, memory.value, this->value_columns(), row, column,
+      ChunkPass<kRows, false, true>::template multiply_rows<1>(d_out, d_out, value, this->value_columns(), row, column,
                                                                d_score, none);
       for_elements(d_score, [&](int t, int s, float x) {
         t += row, s += column;
-        if (kOfErased && t == s) x = 0;
-        if (t / kSpan == s / kSpan) memory.in_group[t / kSpan * kGroupSize + s % kSpan * kSpan + t % kSpan] = x;
-        if (t / kSpan <= s / kSpan) return;
-        FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) {
-          Bfloat16 part;
-          round_to(x, part);
-          *memory.d_scores[m].at(t, s) = *memory.d_scores[m].at(s, t) = part;
-          x -= number(part);
-        }
+        put_d_score(t, s, kErased && t == s ? 0 : x, memory);
       });
+    }
+  }
+  // dP, as it is stored.
+  FWP_DEVICE void load_d_scores(int64_t n, const Memory& memory) const {
+    const Bfloat16* const from = d_scores + (this->head() * this->chunks() + n) * kOfTokens * kMatrix;
+    FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix; at += kWarps * kWarp) {
+      const int t = at / kChunkTokens, s = at % kChunkTokens;
+      if (s > t) continue;
+      float x = 0;
+      FWP_UNROLL for (int m = kOfTokens; m-- > 0;) x += number(from[m * kMatrix + at]);
+      put_d_score(t, s, x, memory);
+    }
+  }
+  FWP_DEVICE static void put_d_score(int t, int s, float x, const Memory& memory) {
+    if (t / kSpan == s / kSpan) memory.in_group[t / kSpan * kGroupSize + s % kSpan * kSpan + t % kSpan] = x;
+    if (t / kSpan <= s / kSpan) return;
+    FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) {
+      Bfloat16 part;
+      round_to(x, part);
+      *memory.d_scores[m].at(t, s) = *memory.d_scores[m].at(s, t) = part;
+      x -= number(part);
     }
   }
 
   // Products by rows of the state or its gradient, both also multiplied with each other.
-  template <bool kOfErased>
-  FWP_DEVICE void use_states(int64_t n, const Shared& d_out, const Memory& memory, Slice& slice, DProducts& d_products) const {
+  template <bool kErased>
+  FWP_DEVICE void use_states(int64_t n, const Columns& d_out, const Columns& value, bool first, const Memory& memory,
+                             Slice& slice, DProducts& d_products) const {
+    constexpr bool kBefore = kErased && kRemoves, kOfWriter = !kErased;
+    if (!kOfWriter && !first) return;
     const int64_t numbers = int64_t(this->size.rows) * this->size.columns, whole = this->size.length / kChunkTokens;
     const float* const state = n > 0 ? kept + (this->head() * whole + n - 1) * numbers
                                      : initial ? initial + this->head() * numbers : nullptr;
     const float* const gradient = gradients + (this->head() * this->chunks() + n) * numbers;
-    Product of_query[kChunkBlocks], of_key[kChunkBlocks];
-    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(of_query[t]), clear(of_key[t]);
+    Product of_reader[kChunkBlocks], of_writer[kChunkBlocks];
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(of_reader[t]), clear(of_writer[t]);
     float d_whole[2] = {};  // of rows line() and line() + 8
     FWP_UNROLL_BY(1) for (int j = 0; j < this->value_columns(); j += kBlock) {
-      Factor before[kOfTokens], after[kOfTokens], left;
+      Factor before[kOfTokens], after[kOfTokens];
       Product s, g;
-      load_block(state, j, s);
-      if constexpr (!kOfErased) {
+      if (first) load_block(state, j, s);
+      if constexpr (kOfWriter) {
         load_block(gradient, j, g);
-        FWP_UNROLL for (int h = 0; h < 2; ++h)
-          FWP_UNROLL for (int i = 0; i < 4; ++i) d_whole[h] = fma(s[h][i], g[h][i], d_whole[h]);
+        if (first)
+          FWP_UNROLL for (int h = 0; h < 2; ++h)
+            FWP_UNROLL for (int i = 0; i < 4; ++i) {
+              const float z = kFadesValues ? memory.whole[j + i / 2 * 8 + pair() + i % 2] : 1;
+              d_whole[h] = fma(kFadesValues ? z * s[h][i] : s[h][i], g[h][i], d_whole[h]);
+            }
         split(g, after);
       }
-      split(s, before);
+      if (first) split(s, before);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-        d_out.left(t * kBlock, j, left);
-        multiply(of_query[t], left, before);
-        if constexpr (kOfErased) continue;
-        memory.value.left(t * kBlock, j, left);
-        multiply(of_key[t], left, after);
+        if (first) multiply_columns(d_out, t, j, before, of_reader[t]);
+        if constexpr (kOfWriter) multiply_columns(value, t, j, after, of_writer[t]);
       }
     }
     KeyNumbers z;
-    const DecayProducts<kChunkTokens / kSpan> products(slice.keys);
-    exchange(of_query, memory, z);
-    for_numbers([&](int t, int e) {
-      slice.d_query[t][e] = products.from_start[t][e] * z[t][e];
-      d_products.from_start[t][e] = slice.keys.query[t][e] * z[t][e];
-    });
-    if constexpr (kOfErased) {
-      for_numbers([&](int t, int e) { d_products.to_end[t][e] = 0; });
-      return;
+    const DecayProducts<kChunkTokens / kSpan, kBefore> products(slice.keys);
+    if (first) {
+      scratch(memory).template exchange<true>(of_reader, z);
+      for_numbers([&](int t, int e) {
+        slice.d_reader[t][e] += products.from_start[t][e] * z[t][e];
+        d_products.from_start[t][e] = slice.keys.reader[t][e] * z[t][e];
+      });
     }
-    exchange(of_key, memory, z);
-    for_numbers([&](int t, int e) {
-      slice.d_key[t][e] += products.to_end[t][e] * z[t][e];
-      d_products.to_end[t][e] = slice.keys.key[t][e] * z[t][e];
-    });
+    if constexpr (kOfWriter) {
+      scratch(memory).template exchange<true>(of_writer, z);
+      for_numbers([&](int t, int e) {
+        slice.d_writer[t][e] += products.to_end[t][e] * z[t][e];
+        d_products.to_end[t][e] = slice.keys.writer[t][e] * z[t][e];
+      });
+    }
+    if (!kOfWriter || !first) return;
     float* const sums = &scratch(memory).numbers[0][0];
     FWP_UNROLL for (int h = 0; h < 2; ++h) {
       FWP_UNROLL for (int distance = 1; distance < 4; distance *= 2)
@@ -204,47 +330,39 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
       FWP_UNROLL for (int e = 0; e < 2; ++e) d_products.from_start[kSpan - 1][e] += sums[own_number() + e];
     __syncwarp();
   }
+  FWP_DEVICE static void multiply_columns(const Columns& rows, int t, int j, const Factor (&state)[kOfTokens], Product& to) {
+    Factor left[kValueParts];
+    FWP_UNROLL for (int m = 0; m < kValueParts; ++m) rows[m].left(t * kBlock, j, left[m]);
+    multiply<kOfTokens>(to, left, [&](int m, Factor& right) { FWP_UNROLL for (int i = 0; i < 4; ++i) right[i] = state[m][i]; });
+  }
 
   // 16 of the own rows and columns from j on, in the layout of a right factor before split().
   FWP_DEVICE void load_block(const float* matrix, int j, Product& to) const {
-    const float* const from = matrix + (this->own_column() + line()) * this->size.columns + j + pair();
+    const float* const from = matrix + (this->own_column() + line()) * row + (j + pair()) * column;
     const auto inside = [&](int h, int i) {
-      const int row = this->own_column() + 8 * h + line(), column = j + i / 2 * 8 + pair() + i % 2;
-      return matrix && row < this->size.rows && column < this->size.columns;
+      const int r = this->own_column() + 8 * h + line(), c = j + i / 2 * 8 + pair() + i % 2;
+      return matrix && r < this->size.rows && c < this->size.columns;
     };
     if (in_pairs) {
       FWP_UNROLL for (int h = 0; h < 2; ++h)
         FWP_UNROLL for (int i = 0; i < 4; i += 2) {
           Numbers<float, 2> pair{};
-          if (inside(h, i)) pair = *reinterpret_cast<const Numbers<float, 2>*>(from + 8 * h * this->size.columns + 4 * i);
+          if (inside(h, i)) pair = *reinterpret_cast<const Numbers<float, 2>*>(from + 8 * h * row + 4 * i);
           to[h][i] = pair.x[0], to[h][i + 1] = pair.x[1];
         }
     } else {
       FWP_UNROLL for (int h = 0; h < 2; ++h)
         FWP_UNROLL for (int i = 0; i < 4; ++i)
-          to[h][i] = inside(h, i) ? from[8 * h * this->size.columns + i / 2 * 8 + i % 2] : 0;
+          to[h][i] = inside(h, i) ? from[8 * h * row + (i / 2 * 8 + i % 2) * column] : 0;
     }
   }
 
-  // Rows of tokens in the layout of products, to the lanes of their numbers.
-  FWP_DEVICE void exchange(Product (&from)[kChunkBlocks], const Memory& memory, KeyNumbers& to) const {
-    auto& numbers = scratch(memory).numbers;
-    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
-      for_pairs(from[t], [&](int row, int i, float x, float y) {
-        numbers[t * kBlock + row][i] = x, numbers[t * kBlock + row][i + 1] = y;
-      });
-    __syncwarp();
-    for_numbers([&](int t, int e) { to[t][e] = numbers[own_token(t)][own_number() + e]; });
-    __syncwarp();
-  }
-
   // The terms of tokens in neighboring blocks of kGroups groups.
-  template <int kGroups>
+  template <int kGroups, bool kBefore>
   FWP_DEVICE void add_blocks(const Memory& memory, Slice& slice, DProducts& d_products) const {
-    const DecayProducts<kGroups> products(slice.keys);
+    const DecayProducts<kGroups, kBefore> products(slice.keys);
     Grouped<Bfloat16> scaled[kOfTokens];
-    FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) scaled[m] = {scratch(memory).factors[m], kBlock + kPadding};
-    put_scaled(slice.keys, products, scaled);
+    scratch(memory).put(slice.keys, products, scaled);
     Product found[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       const int row = t * kBlock, column = kGroups > 1 ? kBlock - row : row;
@@ -258,20 +376,21 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
     }
     __syncwarp();
     KeyNumbers z;
-    exchange(found, memory, z);
+    scratch(memory).template exchange<true>(found, z);
     const bool read = reads<kGroups>();
     const float reading = read ? 1 : 0, writing = 1 - reading;
     for_numbers([&](int t, int e) {
       const float of_token = (read ? products.from_start[t][e] : products.to_end[t][e]) * z[t][e];
-      const float of_product = (read ? slice.keys.query[t][e] : slice.keys.key[t][e]) * z[t][e];
-      slice.d_query[t][e] = fma(reading, of_token, slice.d_query[t][e]);
-      slice.d_key[t][e] = fma(writing, of_token, slice.d_key[t][e]);
+      const float of_product = (read ? slice.keys.reader[t][e] : slice.keys.writer[t][e]) * z[t][e];
+      slice.d_reader[t][e] = fma(reading, of_token, slice.d_reader[t][e]);
+      slice.d_writer[t][e] = fma(writing, of_token, slice.d_writer[t][e]);
       d_products.from_start[t][e] = fma(reading, of_product, d_products.from_start[t][e]);
       d_products.to_end[t][e] = fma(writing, of_product, d_products.to_end[t][e]);
     });
   }
 
-  // The terms of tokens in one group. `key` is F k_s as token t sees it, `d` its gradient.
+  // The terms of tokens in one group. `seen` is F y_s as token t reads it, `d` its gradient.
+  template <bool kBefore>
   FWP_DEVICE static void add_in_groups(const Memory& memory, Slice& slice) {
     const KeySlice& keys = slice.keys;
     FWP_UNROLL for (int s = 0; s < kSpan; ++s) {
@@ -281,25 +400,26 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
         const Piece<float> piece = *reinterpret_cast<const Piece<float>*>(from);
         FWP_UNROLL for (int i = 0; i < kPiece; ++i) d_scores[t + i] = piece.x[i];
       }
+      constexpr int kOwn = kBefore ? 1 : 0;  // the first reader is so much later, and a reader's last decay is so much earlier
       FWP_UNROLL for (int e = 0; e < 2; ++e) {
-        float key[kSpan], d = 0;
-        FWP_UNROLL for (int t = s; t < kSpan; ++t) {
-          key[t] = t > s ? key[t - 1] * keys.decay[t][e] : keys.key[s][e];
-          slice.d_query[t][e] = fma(d_scores[t], key[t], slice.d_query[t][e]);
+        float seen[kSpan], d = 0;
+        FWP_UNROLL for (int t = s + kOwn; t < kSpan; ++t) {
+          seen[t] = t > s + kOwn ? seen[t - 1] * keys.decay[t - kOwn][e] : keys.writer[s][e];
+          slice.d_reader[t][e] = fma(d_scores[t], seen[t], slice.d_reader[t][e]);
         }
-        FWP_UNROLL for (int t = kSpan; t-- > s;) {
-          d = fma(d_scores[t], keys.query[t][e], t + 1 < kSpan ? d * keys.decay[t + 1][e] : 0);
-          if (t > s) slice.d_decay[t][e] = fma(d, key[t - 1], slice.d_decay[t][e]);
+        FWP_UNROLL for (int t = kSpan; t-- > s + kOwn;) {
+          d = fma(d_scores[t], keys.reader[t][e], t + 1 < kSpan ? d * keys.decay[t + 1 - kOwn][e] : 0);
+          if (t > s + kOwn) slice.d_decay[t - kOwn][e] = fma(d, seen[t - 1], slice.d_decay[t - kOwn][e]);
         }
-        slice.d_key[s][e] += d;
+        slice.d_writer[s][e] += d;
       }
     }
   }
 
   // From the gradients of products over pairs of blocks of kGroups groups, those of products over single blocks.
-  template <int kGroups>
-  FWP_DEVICE static void separate(const Slice& slice, DProducts& d_products) {
-    const DecayProducts<kGroups> products(slice.keys);
+  template <int kGroups, bool kBefore>
+  FWP_DEVICE static void separate(Slice& slice, DProducts& d_products) {
+    const DecayProducts<kGroups, kBefore> products(slice.keys);
     const bool read = reads<kGroups>();
     FWP_UNROLL for (int e = 0; e < 2; ++e) {
       const float whole = slice.keys.whole[kGroups - 1][e];
@@ -310,22 +430,27 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
         d_start *= read ? whole : 1;
         d_end *= read ? 1 : whole;
       }
-      // The product of a block of groups is from_start of its last token.
       if constexpr (kGroups > 1) d_whole += __shfl_xor_sync(0xffffffffu, d_whole, kSpan);
       d_whole = __shfl_xor_sync(0xffffffffu, d_whole, kGroups * kSpan);
-      if (kGroups == 1 || group() % 2) d_products.from_start[kSpan - 1][e] += d_whole;
+      if (kGroups > 1 && group() % 2 == 0) continue;
+      // The product of a block of groups is from_start of its last token, without kBefore.
+      float &d_last = d_products.from_start[kSpan - 1][e], &d_decay = slice.d_decay[kSpan - 1][e];
+      if (kBefore) d_decay = fma(d_whole, products.from_start[kSpan - 1][e], d_decay);
+      d_last += kBefore ? d_whole * slice.keys.decay[kSpan - 1][e] : d_whole;
     }
   }
 
   // Add the gradients of products over a group to those of its decays.
+  template <bool kBefore>
   FWP_DEVICE static void differentiate(Slice& slice, DProducts& d_products) {
-    const DecayProducts<1> products(slice.keys);
+    const DecayProducts<1, kBefore> products(slice.keys);
     const KeyNumbers& decay = slice.keys.decay;
     FWP_UNROLL for (int e = 0; e < 2; ++e) {
-      FWP_UNROLL for (int t = kSpan; t-- > 0;) {
+      FWP_UNROLL for (int t = kSpan; t-- > int(kBefore);) {
+        const int last = kBefore ? t - 1 : t;  // the token of the product's last factor
         const float d = d_products.from_start[t][e];
-        slice.d_decay[t][e] = fma(d, t > 0 ? products.from_start[t - 1][e] : 1, slice.d_decay[t][e]);
-        if (t > 0) d_products.from_start[t - 1][e] = fma(d, decay[t][e], d_products.from_start[t - 1][e]);
+        slice.d_decay[last][e] = fma(d, t > 0 ? products.from_start[t - 1][e] : 1, slice.d_decay[last][e]);
+        if (t > 0) d_products.from_start[t - 1][e] = fma(d, decay[last][e], d_products.from_start[t - 1][e]);
       }
       FWP_UNROLL for (int t = 1; t < kSpan; ++t) {
         const float d = d_products.to_end[t - 1][e];
@@ -335,45 +460,38 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
     }
   }
 
-  // Replace tokens by their gradients.
-  FWP_DEVICE void put_pairs(const KeyNumbers& x, const Grouped<Bfloat16>& to) const {
-    FWP_UNROLL for (int t = 0; t < kSpan; ++t)
-      to.put(own_token(t), this->own_column() + own_number(), pair_of(x[t][0], x[t][1]));
-  }
-  // d_key is the gradient of b K, and if the rule erases, d_query that of -K where it erases.
+  // Replace tokens by their gradients. d_writer is the gradient of b K, and if the rule erases, d_reader that of -K where it
+  // erases.
   FWP_DEVICE void put_others(const Memory& memory, Slice& slice) const {
-    const KeyTokens<kRows>& to = memory.tokens;
-    const int i = this->own_column() + own_number();
+    const auto& to = memory.tokens;
     KeyNumbers keys;
-    this->load_readers(to.key, this->own_column(), keys);
+    load_pairs(to.key, this->own_column(), keys);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
       const int token = own_token(t);
-      float sum = fma(keys[t][0], slice.d_key[t][0], keys[t][1] * slice.d_key[t][1]);
+      float sum = fma(keys[t][0], slice.d_writer[t][0], keys[t][1] * slice.d_writer[t][1]);
       FWP_UNROLL for (int distance = 1; distance < kSpan; distance *= 2)
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);
       if (own_number() == 0) memory.d_rate[this->warp() * kChunkTokens + token] = sum;
       const bool given = to.source[token] == float(DecaySource::given);
       FWP_UNROLL for (int e = 0; e < 2; ++e) {
-        slice.d_key[t][e] *= to.rate[token];
-        if constexpr (kErases) slice.d_key[t][e] -= slice.d_query[t][e];
+        slice.d_writer[t][e] *= to.rate[token];
+        if constexpr (kErases) slice.d_writer[t][e] -= slice.d_reader[t][e];
         if (!given) slice.d_decay[t][e] = 0;
       }
     }
-    put_pairs(slice.d_key, to.key);
-    if (this->decay.type == Type::float32)
-      for_numbers([&](int t, int e) { to.decay.at(own_token(t), i)[e] = slice.d_decay[t][e]; });
-    else
-      put_pairs(slice.d_decay, to.decay_in_bfloat16());
+    store_pairs(slice.d_writer, this->own_column(), to.key);
+    to.decay.store(this->own_column(), slice.d_decay);
   }
 
   FWP_DEVICE void give(int64_t n, const Memory& memory) const {
-    const KeyTokens<kRows>& tokens = memory.tokens;
+    const auto& tokens = memory.tokens;
     this->store_keys(d_q, n, tokens.query);
     this->store_keys(d_k, n, tokens.key);
-    if (d_decay.type == Type::float32)
-      this->store_keys(d_decay, n, tokens.decay);
-    else
-      this->store_keys(d_decay, n, tokens.decay_in_bfloat16());
+    this->store_vectors(d_decay, n, tokens.decay);
+    if constexpr (kRemoves) {
+      this->store_vectors(d_removal_key, n, tokens.removal_key);
+      this->store_vectors(d_removal, n, tokens.removal);
+    }
     this->store_sums(d_rate, n, memory.d_rate);
   }
 };

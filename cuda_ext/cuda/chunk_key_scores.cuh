@@ -12,53 +12,63 @@ constexpr int kMatrix = kChunkTokens * kChunkTokens;
 constexpr int kPairs = kSpan * (kSpan + 1) / 2;
 FWP_DEVICE int pair_at(int t, int s) { return t * (t + 1) / 2 + s; }
 
-template <int kRows, bool kErases>
-struct ChunkKeyScores : ChunkKeyPass<kRows, kErases> {
-  using Pass = ChunkKeyPass<kRows, kErases>;
-  using Pass::kScoreParts;
-  static constexpr int kWarps = kRows / kBlock;
+template <int kRows, Rule kRule>
+struct ChunkKeyScores : ChunkKeyPass<kRows, kRule> {
+  using Pass = ChunkKeyPass<kRows, kRule>;
+  using Pass::kErases, Pass::kRemoves, Pass::kScoreParts;
+  static constexpr int kWarps = kRows / kBlock, kParts = Pass::kSolves ? kExact : kScoreParts;
 
   Bfloat16* scores;  // (heads, chunks, kScoreMatrices, 32, 32): see ChunkKeyPass
 
   // Each warp's part of the scores, over its numbers of the keys.
   union Scratch {
-    Bfloat16 factors[kScoreParts][kScaledSize];
+    WarpScratch<kParts> scaled;
     float in_group[kPairs][kWarp];  // over the numbers of each lane
   };
   struct Memory {
     const char** starts;
-    KeyTokens<kRows> tokens;
+    typename Pass::Tokens tokens;
     Scratch* scratch;
     float* parts;  // (warps, 3, 8, lanes)
     Scores erase;
 
-    FWP_BOTH Memory(Carver& carver, const ChunkKeyScores&)
-        : starts(carver.take<const char*>(5)), tokens(carver), scratch(carver.take<Scratch>(kWarps)),
-          parts(carver.take<float>(kWarps * 3 * 8 * kWarp)), erase(carver, 0, kErases) {}
+    FWP_BOTH Memory(Carver& carver, const ChunkKeyScores& pass)
+        : starts(carver.take<const char*>(Pass::kOwnStarts + 1)), tokens(pass.take_tokens(carver)),
+          scratch(carver.take<Scratch>(kWarps)), parts(carver.take<float>(kWarps * 3 * 8 * kWarp)),
+          erase(carver, 0, Pass::kSolves) {}
   };
 
   FWP_DEVICE void run() const {
     Carver carver{shared_memory()};
     const Memory memory(carver, *this);
     const int64_t n = this->chunk();
-    this->put_starts({&this->query, &this->key, &this->decay, &this->rate}, memory.starts);
+    this->put_starts(memory.starts);
     this->bring_tokens(memory.starts, n, memory.tokens);
     commit_copies();
-    this->put_scalars(this->ask(memory.starts[3], memory.starts[4], n), memory.tokens);
+    this->put_scalars(this->ask(memory.starts, memory.starts[Pass::kOwnStarts], n), memory.tokens);
     wait_copies<0>();
     __syncthreads();
+    const auto& tokens = memory.tokens;
+    const int own = this->own_column();
     KeySlice keys;
-    this->load_slice(memory.tokens, this->own_column(), keys);
+    tokens.load_decays(own, keys);
+    load_pairs(tokens.query, own, keys.reader);
+    tokens.load_keys(own, keys.writer);
     Bfloat16* const to = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
-    multiply_tokens(keys, memory);
-    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) give_reads(b, memory, to);
+    give<false, kScoreParts>(keys, memory, 1, to);
     if constexpr (kErases) {
-      this->load_readers(memory.tokens.key, this->own_column(), keys.query);
-      __syncthreads();
-      multiply_tokens(keys, memory);
-      FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) make_erase(b, memory);
-      __syncthreads();
-      give_erase(memory.erase, to + kScoreParts * kMatrix);
+      load_pairs(tokens.key, own, keys.reader);
+      give_erased<false>(keys, memory, to + Pass::kErased * kMatrix);
+    }
+    if constexpr (kRemoves) {
+      KeyNumbers written;
+      for_numbers([&](int t, int e) { written[t][e] = keys.writer[t][e]; });
+      tokens.removal.load(own, keys.writer);
+      give<false, kExact>(keys, memory, 1, to + Pass::kReadRemoved * kMatrix);
+      tokens.load_removal_keys(own, keys.reader);
+      give_erased<true>(keys, memory, to + Pass::kErased * kMatrix);
+      for_numbers([&](int t, int e) { keys.writer[t][e] = written[t][e]; });
+      give<true, kExact>(keys, memory, -1, to + Pass::kFound * kMatrix);
     }
   }
 
@@ -68,39 +78,68 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kErases> {
     return memory.parts[((warp * 3 + b) * 8 + i) * kWarp + lane()];
   }
 
+  // The scores in parts, times `sign`.
+  template <bool kBefore, int parts>
+  FWP_DEVICE void give(const KeySlice& keys, const Memory& memory, float sign, Bfloat16* to) const {
+    multiply_tokens<kBefore, parts>(keys, memory);
+    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) {
+      Product sum;
+      sum_block(b, memory, sum);
+      for_pairs(sum, [&](int t, int s, float x, float y) {
+        uint32_t of_pair[parts];
+        split(sign * x, sign * y, of_pair);
+        FWP_UNROLL for (int m = 0; m < parts; ++m)
+          Shared{to + m * kMatrix, kChunkTokens}.put(row_of_block(b) + t, column_of_block(b) + s, of_pair[m]);
+      });
+    }
+  }
+  // Those with what erases, negative, and solved for within each half of the chunk.
+  template <bool kBefore>
+  FWP_DEVICE void give_erased(const KeySlice& keys, const Memory& memory, Bfloat16* to) const {
+    multiply_tokens<kBefore, kExact>(keys, memory);
+    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) make_erase(b, memory);
+    __syncthreads();
+    give_erase(memory.erase, to);
+  }
+
+  template <bool kBefore, int parts>
   FWP_DEVICE void multiply_tokens(const KeySlice& keys, const Memory& memory) const {
     Scratch& own = memory.scratch[this->warp()];
-    multiply_blocks<2>(keys, own, memory);
-    multiply_blocks<1>(keys, own, memory);
-    multiply_in_groups(keys, own);
+    __syncthreads();  // for the scores before
+    multiply_blocks<2, kBefore, parts>(keys, own, memory);
+    multiply_blocks<1, kBefore, parts>(keys, own, memory);
+    multiply_in_groups<kBefore>(keys, own);
     __syncthreads();
   }
 
   // The scores of tokens in neighboring blocks of kGroups groups.
-  template <int kGroups>
+  template <int kGroups, bool kBefore, int parts>
   FWP_DEVICE void multiply_blocks(const KeySlice& keys, Scratch& own, const Memory& memory) const {
-    Grouped<Bfloat16> scaled[kScoreParts];
-    FWP_UNROLL for (int m = 0; m < kScoreParts; ++m) scaled[m] = {own.factors[m], kBlock + kPadding};
-    put_scaled<kGroups>(keys, DecayProducts<kGroups>(keys), scaled);
+    Grouped<Bfloat16> scaled[kParts];
+    own.scaled.put(keys, DecayProducts<kGroups, kBefore>(keys), scaled);
     FWP_UNROLL for (int b = 0; b < (kGroups > 1 ? 1 : kChunkBlocks); ++b) {
       const int row = kGroups > 1 ? kBlock : b * kBlock, column = b * kBlock;
       Product product;
-      Factor left[kScoreParts];
+      Factor left[parts];
       clear(product);
-      FWP_UNROLL for (int m = 0; m < kScoreParts; ++m) scaled[m].left(row, 0, left[m]);
-      multiply<kScoreParts>(product, left, [&](int m, Factor& right) { scaled[m].right_transposed(column, 0, right); });
+      FWP_UNROLL for (int m = 0; m < parts; ++m) scaled[m].left(row, 0, left[m]);
+      multiply<parts>(product, left, [&](int m, Factor& right) { scaled[m].right_transposed(column, 0, right); });
       FWP_UNROLL for (int i = 0; i < 8; ++i)
         part(memory, this->warp(), kGroups > 1 ? 2 : b, i) = product[i / 4][i % 4];
     }
     __syncwarp();
   }
 
+  // kBefore: what a token reads has not yet faded by its own decay, and is not its own.
+  template <bool kBefore>
   FWP_DEVICE static void multiply_in_groups(const KeySlice& keys, Scratch& own) {
     FWP_UNROLL for (int s = 0; s < kSpan; ++s) {
-      float x = keys.key[s][0], y = keys.key[s][1];
+      float x = keys.writer[s][0], y = keys.writer[s][1];
       FWP_UNROLL for (int t = s; t < kSpan; ++t) {
-        if (t > s) x *= keys.decay[t][0], y *= keys.decay[t][1];
-        own.in_group[pair_at(t, s)][lane()] = fma(keys.query[t][0], x, keys.query[t][1] * y);
+        const int faded_by = kBefore ? t - 1 : t;
+        if (faded_by > s) x *= keys.decay[faded_by][0], y *= keys.decay[faded_by][1];
+        const float score = fma(keys.reader[t][0], x, keys.reader[t][1] * y);
+        own.in_group[pair_at(t, s)][lane()] = kBefore && t == s ? 0 : score;
       }
     }
   }
@@ -127,17 +166,6 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kErases> {
     return sum;
   }
 
-  FWP_DEVICE static void give_reads(int b, const Memory& memory, Bfloat16* to) {
-    Product sum;
-    sum_block(b, memory, sum);
-    for_pairs(sum, [&](int t, int s, float x, float y) {
-      uint32_t of_pair[kScoreParts];
-      split(x, y, of_pair);
-      FWP_UNROLL for (int m = 0; m < kScoreParts; ++m)
-        Shared{to + m * kMatrix, kChunkTokens}.put(row_of_block(b) + t, column_of_block(b) + s, of_pair[m]);
-    });
-  }
-
   // -A below the diagonal blocks, and for a diagonal block the result of invert().
   FWP_DEVICE static void make_erase(int b, const Memory& memory) {
     Product sum;
@@ -148,7 +176,7 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kErases> {
       at[0] = x, at[1] = y;
     });
     __syncwarp();
-    if (b < kChunkBlocks && lane() < kBlock) Pass::invert(memory.erase, b, lane());
+    if (b < kChunkBlocks && lane() < kBlock) Pass::Base::invert(memory.erase, b, lane());
   }
   FWP_DEVICE void give_erase(const Scores& from, Bfloat16* to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;

@@ -1,7 +1,11 @@
 // The states of rules with decays by key, from chunk to chunk, and what is read from them; chunk_keys.cuh has the equations. In
-// reverse, the same pass has the gradient G of the state after a chunk, and D is the gradient of E (without erasing that of V):
+// reverse, the same pass has the gradient G of the state after a chunk, and D is the gradient of E:
 //
-//     D = P^T dO + (w b K) G - A^T D        dV = D        G before the chunk = f G + (c Q)^T dO - (c K)^T D
+//     gla, gated delta   D = P^T dO + (w K) G - A^T D      dV = D     G before the chunk = f G + (c Q)^T dO - (c K)^T D
+//     removal            D = X^T dO + (w x) G - Y^T D      dV = P^T dO + (w K) G - R^T D
+//                                                          G before the chunk = f G + (c Q)^T dO - (c- y)^T D
+//
+// Where values fade, V and dO do on their way into the state and its gradient, and dV is computed with the other gradients.
 #pragma once
 
 #include "chunk_key_scores.cuh"
@@ -9,48 +13,67 @@
 namespace fwp::cuda {
 
 // kEnds: compute only the ends of segments.
-template <int kRows, bool kErases, bool kReverse, bool kEnds = false>
-struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
-  using Pass = ChunkKeyPass<kRows, kErases>;
+template <int kRows, Rule kRule, bool kReverse, bool kEnds = false>
+struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
+  using Pass = ChunkKeyPass<kRows, kRule>;
   using State = typename Pass::State;
-  using Pass::kScoreParts;
-  static constexpr bool kReads = !kReverse && !kEnds;           // out
-  static constexpr bool kFinds = kReverse ? kErases || !kEnds : kErases;  // D, or what is erased
+  using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues;
+  static constexpr bool kReads = !kReverse && !kEnds;                                                   // out
+  static constexpr bool kFinds = kReverse && !kFadesValues ? kSolves || !kEnds : kSolves;               // D, or what E takes away
+  static constexpr bool kGives = kRemoves && kReverse && !kEnds;                                        // dV beside D
+  static constexpr bool kAligned = !kErases;  // what is written under keys: nothing corrects its errors (see grid_of)
   static constexpr int kQueryParts = kReverse ? kExact : kReads ? kOfTokens : 0;
-  static constexpr int kKeyParts = !kReverse || kErases ? kExact : kFinds ? kOfTokens : 0;
-  static constexpr int kEraserParts = kErases ? kExact : 0;
-  static constexpr int kParts = kErases ? kExact : 1;  // of a state that is read, and of a value: V and dO are exact in one
+  static constexpr int kKeyParts = !kReverse || kErases ? kExact : kGives || (kFinds && !kRemoves) ? kOfTokens : 0;
+  static constexpr int kEraserParts = kSolves ? kExact : 0, kRemovalParts = kRemoves ? kExact : 0;
+  static constexpr int kParts = kSolves ? kExact : 1;         // of a state that is read, and of E
+  static constexpr int kValueParts = kFadesValues ? kExact : 1;  // V and dO are exact in one
 
-  Brought value;  // in reverse, the gradient of the outputs
+  Brought value;        // in reverse, the gradient of the outputs
+  Brought value_decay;  // z
   const Bfloat16* scores;
   Matrices<const float> initial;
   float *last, *kept;  // kept: the state after each whole chunk; in reverse, the gradient of the state after each chunk
   Output out;          // in reverse, dV
-  float* error;        // E: (heads, tokens, columns)
+  Output d_removed;    // D of a removal
+  float* error;        // (heads, tokens, columns): E, or of a removal what y retrieves
   float* ends;         // (heads, segments, ends_columns(), kRows)
 
+  // Whether a part of the stored scores is used.
+  FWP_BOTH static constexpr bool wants(int matrix) {
+    if (matrix < Pass::kErased) return kReads || kGives || (kReverse && kFinds && !kRemoves);  // P
+    if (matrix < Pass::kReadRemoved) return true;                                              // A, or Y
+    return matrix < Pass::kFound ? kReads || kReverse : kGives || !kReverse;                   // X, and R
+  }
+
   struct Stage {
-    KeyTokens<kRows> tokens;
     Shared value, scores[Pass::kScoreMatrices];
+    TokenVectors value_decay;
 
     FWP_BOTH Stage(Carver& carver, const ChunkKeyStates& pass)
-        : tokens(carver), value(carver.matrix(kChunkTokens, pass.block_columns())) {
-      FWP_UNROLL for (Shared& x : scores) x = carver.matrix(kChunkTokens, kChunkTokens);
+        : value(carver.matrix(kChunkTokens, pass.block_columns())),
+          value_decay(carver, kFadesValues ? kChunkTokens : 0, pass.block_columns(), pass.value_decay.type) {
+      FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices; ++m)
+        if (wants(m)) scores[m] = carver.matrix(kChunkTokens, kChunkTokens);
     }
   };
-  // Scaled tokens in parts: c Q, w b K and c K.
+  // Scaled tokens in parts: c Q, w K, what erases (c K or c- y), and w x.
   struct Memory {
     const char** starts;
-    Grouped<Bfloat16> query[kExact], key[kExact], eraser[kExact];
-    float* whole;  // f
+    Grouped<Bfloat16> query[kExact], key[kExact], eraser[kExact], removal[kExact];
+    float* whole;                   // f
+    WarpScratch<kOfTokens>* scratch;  // of each warp, to exchange numbers
+    typename Pass::Tokens tokens;
     Stages<Stage, ChunkKeyStates> stages;
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyStates& pass)
-        : starts(carver.take<const char*>(6)), whole(carver.take<float>(kRows)), stages(carver, pass) {
+        : starts(carver.take<const char*>(Pass::kOwnStarts + 3)), whole(carver.take<float>(kRows)),
+          scratch(carver.take<WarpScratch<kOfTokens>>(kFadesValues ? pass.warps : 0)), tokens(pass.take_tokens(carver)),
+          stages(carver, pass) {
       FWP_UNROLL for (int m = 0; m < kExact; ++m) {
         if (m < kQueryParts) query[m] = carver.grouped(kChunkTokens, kRows);
         if (m < kKeyParts) key[m] = carver.grouped(kChunkTokens, kRows);
         if (m < kEraserParts) eraser[m] = carver.grouped(kChunkTokens, kRows);
+        if (m < kRemovalParts) removal[m] = carver.grouped(kChunkTokens, kRows);
       }
     }
   };
@@ -60,21 +83,20 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
     const Memory memory(carver, *this);
     State state;
     kEnds ? this->load_transition(state) : this->load(initial, state);
-    this->put_starts({&this->query, &this->key, &this->decay, &this->rate, &value}, memory.starts);
+    this->put_starts(memory.starts, value, value_decay);
     const int64_t begin = this->begin(), end = this->end(), step = kReverse ? -1 : 1;
     int64_t n = kReverse ? end - 1 : begin;
     Scalars next = fill(memory, n);
     for (int64_t left = end - begin; left > 0; --left, n += step) {
-      const Stage chunk = memory.stages[n];
-      this->put_scalars(next, chunk.tokens);
+      this->put_scalars(next, memory.tokens);
       wait_copies<0>();
-      // From here on, this chunk may be used and the other stage may be filled.
       __syncthreads();
-      if (left > 1) next = fill(memory, n + step);
       if (kReverse && !kEnds) this->store(state, kept, this->head() * this->chunks() + n);
-      scale(chunk.tokens, memory);
+      scale(memory.tokens, memory);
       __syncthreads();
-      use(n, chunk, memory, state);
+      // From here on, the scaled tokens and this stage may be used, and the tokens and the other stage may be filled.
+      if (left > 1) next = fill(memory, n + step);
+      use(n, memory.stages[n], memory, state);
       if (!kReverse && !kEnds && this->count(n) == kChunkTokens)
         this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
     }
@@ -85,42 +107,53 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
   }
 
  private:
+  static constexpr int kValueStart = Pass::kOwnStarts;
+
   FWP_DEVICE Scalars fill(const Memory& memory, int64_t n) const {
     const Stage to = memory.stages[n];
-    this->bring_tokens(memory.starts, n, to.tokens);
-    this->bring_values(value, memory.starts[4], n, to.value);
-    if constexpr (kReads || kFinds) bring_scores(n, to);
+    this->bring_tokens(memory.starts, n, memory.tokens);
+    this->bring_values(value, memory.starts[kValueStart], n, to.value);
+    if constexpr (kFadesValues)
+      to.value_decay.typed([&](const auto& z) { this->bring_values(value_decay, memory.starts[kValueStart + 1], n, z); });
+    bring_scores(n, to);
     commit_copies();
-    return this->ask(memory.starts[3], memory.starts[5], n);
+    return this->ask(memory.starts, memory.starts[kValueStart + 2], n);
   }
   FWP_DEVICE void bring_scores(int64_t n, const Stage& to) const {
-    constexpr int per_piece = 8, of_row = kChunkTokens / per_piece, first = kReads || kReverse ? 0 : kScoreParts;
+    constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
     const Bfloat16* const from = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
-    FWP_UNROLL for (int m = first; m < Pass::kScoreMatrices; ++m)
-      FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix / per_piece; at += this->warps * kWarp)
-        copy_later(to.scores[m].at(at / of_row, at % of_row * per_piece), from + m * kMatrix + at * per_piece, true);
+    FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices; ++m)
+      if (wants(m))
+        FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix / per_piece; at += this->warps * kWarp)
+          copy_later(to.scores[m].at(at / of_row, at % of_row * per_piece), from + m * kMatrix + at * per_piece, true);
   }
 
   // The warps share the numbers of a key.
-  FWP_DEVICE void scale(const KeyTokens<kRows>& tokens, const Memory& memory) const {
+  FWP_DEVICE void scale(const typename Pass::Tokens& tokens, const Memory& memory) const {
     FWP_UNROLL_BY(1) for (int first = this->own_column(); first < kRows; first += this->block_columns()) {
       KeySlice keys;
-      this->load_slice(tokens, first, keys);
+      tokens.load_decays(first, keys);
       const DecayProducts<kChunkTokens / kSpan> products(keys);
       const int i = first + own_number();
-      const auto scaled = [&](const KeyNumbers& x, const KeyNumbers& by, KeyNumbers& to) {
-        for_numbers([&](int t, int e) { to[t][e] = by[t][e] * x[t][e]; });
-      };
       KeyNumbers x;
-      scaled(keys.query, products.from_start, x);
-      put_scaled_tokens<kQueryParts, kReverse>(x, i, memory.query);
-      scaled(keys.key, products.to_end, x);
-      put_scaled_tokens<kKeyParts, !kReverse>(x, i, memory.key);
+      load_pairs(tokens.query, first, x);
+      multiply(x, products.from_start);
+      put_scaled_tokens<kQueryParts, kReverse && kAligned>(x, i, memory.query);
+      tokens.load_keys(first, x);
+      multiply(x, products.to_end);
+      put_scaled_tokens<kKeyParts, !kReverse && kAligned>(x, i, memory.key);
       if constexpr (kErases) {
-        KeyNumbers eraser;
-        this->load_readers(tokens.key, first, eraser);
-        scaled(eraser, products.from_start, x);
+        load_pairs(tokens.key, first, x);
+        multiply(x, products.from_start);
         put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
+      }
+      if constexpr (kRemoves) {
+        tokens.load_removal_keys(first, x);
+        multiply(x, DecayProducts<kChunkTokens / kSpan, true>(keys).from_start);
+        put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
+        tokens.removal.load(first, x);
+        multiply(x, products.to_end);
+        put_scaled_tokens<kRemovalParts, false>(x, i, memory.removal);
       }
       FWP_UNROLL for (int e = 0; e < 2; ++e) {
         const float whole = keys.product(e);
@@ -129,13 +162,12 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
     }
   }
 
-  // kWrites: without erasing, the first parts of all tokens are multiples of one number (see grid_of), because nothing corrects
-  // the errors of what is written.
-  template <int parts, bool kWrites>
+  // kAlign: the first parts of all tokens are multiples of one number (see grid_of).
+  template <int parts, bool kAlign>
   FWP_DEVICE static void put_scaled_tokens(const KeyNumbers& x, int i, const Grouped<Bfloat16> (&to)[kExact]) {
     if constexpr (parts > 0) {
       float grid[2];
-      FWP_UNROLL for (int e = 0; e < 2 && kWrites && !kErases; ++e) {
+      FWP_UNROLL for (int e = 0; e < 2 && kAlign; ++e) {
         float greatest = 0;
         FWP_UNROLL for (int t = 0; t < kSpan; ++t) greatest = fmaxf(greatest, fabsf(x[t][e]));
         FWP_UNROLL for (int distance = kSpan; distance < kWarp; distance *= 2)
@@ -144,7 +176,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
       }
       FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
         uint32_t of_pair[parts];
-        if constexpr (kWrites && !kErases)
+        if constexpr (kAlign)
           split(x[t][0], x[t][1], of_pair, grid[0], grid[1]);
         else
           split(x[t][0], x[t][1], of_pair);
@@ -153,78 +185,211 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
     }
   }
 
+  // The steps of a chunk. All products are transposed: a warp has its columns in rows.
   FWP_DEVICE void use(int64_t n, const Stage& chunk, const Memory& memory, State& state) const {
-    Product read[kChunkBlocks], found[kChunkBlocks];
-    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]);
-    read_state(memory, state, read, found);
+    Product read[kChunkBlocks], found[kChunkBlocks], given[kChunkBlocks];
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]), clear(given[t]);
+    read_state(memory, state, read, found, given);
     Factor value[kChunkBlocks][1], write[kChunkBlocks][kParts];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       chunk.value.left_transposed(t * kBlock, this->own_column(), value[t][0]);
-    if constexpr (kReverse && kFinds) {
-      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
-        FWP_UNROLL for (int s = t; s < kChunkBlocks; ++s)
-          multiply<kScoreParts>(found[t], value[s], [&](int m, Factor& right) {
-            chunk.scores[m].right(s * kBlock, t * kBlock, right);
-          });
-    }
-    if constexpr (kErases) {
-      if constexpr (!kReverse) {
-        FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-          Product values;
-          unpack(value[t][0], values);
-          subtract_from(values, found[t]);
-        }
-      }
+    if constexpr (kReverse && kFinds)
+      read_later<kSolves ? kExact : kOfTokens>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
+    if constexpr (kSolves) {
+      if constexpr (!kReverse) take_away(value, chunk, found);
       solve(chunk, found, write);
-    } else {
-      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
-        FWP_UNROLL for (int i = 0; i < 4; ++i) write[t][0][i] = value[t][0][i];
     }
-    if constexpr (kReads) {
-      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
+    if constexpr (kReads && !kFadesValues) {
+      if constexpr (!kErases) read_earlier<1>(value, chunk.scores, read);
+      if constexpr (kSolves) read_earlier<kOfTokens>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
+    }
+    if constexpr (kGives) {
+      read_later<kOfTokens>(value, chunk.scores, given);
+      read_later<kOfTokens>(write, chunk.scores + Pass::kFound, given);
+    }
+    if constexpr (kReads && kSolves)
+      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+        if constexpr (kRemoves) for_elements(found[t], [](int, int, float& x) { x = -x; });
+        this->store_errors(error, n, t, found[t]);
+      }
+    if constexpr (kFadesValues)
+      fade_values(n, chunk, memory, read, state);
+    else
+      change(memory, value, write, state);
+    if constexpr (kReverse && !kEnds && kRemoves) this->store_results(d_removed, n, found, chunk.value);
+    if constexpr (!kEnds && !(kReverse && kFadesValues))
+      this->store_results(out, n, kGives ? given : kReverse ? found : read, chunk.value);
+  }
+
+  // x += what tokens read of `columns` in this chunk: of earlier ones and their own, or of later ones and their own.
+  template <int most, int parts>
+  FWP_DEVICE static void read_earlier(const Factor (&columns)[kChunkBlocks][parts], const Shared* scores,
+                                      Product (&x)[kChunkBlocks]) {
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
+      FWP_UNROLL for (int s = 0; s <= t; ++s)
+        multiply<kOfTokens>(x[t], greatest<most>(columns[s]),
+                            [&](int m, Factor& right) { scores[m].right_transposed(t * kBlock, s * kBlock, right); });
+  }
+  template <int of_scores, int parts>
+  FWP_DEVICE static void read_later(const Factor (&columns)[kChunkBlocks][parts], const Shared* scores,
+                                    Product (&x)[kChunkBlocks]) {
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
+      FWP_UNROLL for (int s = t; s < kChunkBlocks; ++s)
+        multiply<of_scores>(x[t], greatest<(parts < of_scores ? parts : of_scores)>(columns[s]),
+                            [&](int m, Factor& right) { scores[m].right(s * kBlock, t * kBlock, right); });
+  }
+
+  // From what is found in the state, the right side of the equations for E.
+  FWP_DEVICE static void take_away(const Factor (&value)[kChunkBlocks][1], const Stage& chunk, Product (&x)[kChunkBlocks]) {
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+      if constexpr (kErases) {
+        Product values;
+        unpack(value[t][0], values);
+        subtract_from(values, x[t]);
+      } else {
+        for_elements(x[t], [](int, int, float& number) { number = -number; });
         FWP_UNROLL for (int s = 0; s <= t; ++s)
-          multiply<kOfTokens>(read[t], greatest<(kErases ? kOfTokens : 1)>(write[s]), [&](int m, Factor& right) {
-            chunk.scores[m].right_transposed(t * kBlock, s * kBlock, right);
+          add_product<kExact>(x[t], value[s], [&](int m, Factor& right) {
+            chunk.scores[Pass::kFound + m].right_transposed(t * kBlock, s * kBlock, right);
           });
-      if constexpr (kErases)
-        FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) this->store_errors(error, n, t, found[t]);
+      }
     }
+  }
+
+  // The state after the chunk.
+  FWP_DEVICE static void change(const Memory& memory, const Factor (&value)[kChunkBlocks][1],
+                                const Factor (&write)[kChunkBlocks][kParts], State& state) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       for_elements(state[i], [&](int, int r, float& x) { x *= memory.whole[i * kBlock + r]; });
       if constexpr (kReverse) {
-        add_write<kQueryParts, false>(value, memory.query, i, state[i]);
-        if constexpr (kErases) add_write<kEraserParts, true>(write, memory.eraser, i, state[i]);
+        add_write<kQueryParts, kAligned, false>(value, memory.query, i, state[i]);
+        if constexpr (kSolves) add_write<kEraserParts, false, true>(write, memory.eraser, i, state[i]);
+      } else if constexpr (kErases) {
+        add_write<kKeyParts, false, false>(write, memory.key, i, state[i]);
       } else {
-        add_write<kKeyParts, false>(write, memory.key, i, state[i]);
+        add_write<kKeyParts, kAligned, false>(value, memory.key, i, state[i]);
+        if constexpr (kRemoves) add_write<kRemovalParts, false, false>(write, memory.removal, i, state[i]);
       }
     }
-    if constexpr (!kEnds) this->store_results(out, n, kReverse ? found : read, chunk.value);
   }
 
-  // read += (c Q S)^T; found += (c K S)^T, or in reverse (w b K G)^T.
+  // What is read and the state after the chunk, where values fade.
+  FWP_DEVICE void fade_values(int64_t n, const Stage& chunk, const Memory& memory, Product (&read)[kChunkBlocks],
+                              State& state) const {
+    WarpScratch<kOfTokens>& scratch = memory.scratch[this->warp()];
+    KeySlice values;
+    load_pairs(chunk.value, this->own_column(), kReverse ? values.reader : values.writer);
+    clear(kReverse ? values.writer : values.reader);
+    chunk.value_decay.load(this->own_column(), values.decay);
+    const int tokens = this->count(n);
+    for_numbers([&](int t, int e) { values.decay[t][e] = own_token(t) < tokens ? values.decay[t][e] : 1; });
+    values.find_whole();
+    const DecayProducts<kChunkTokens / kSpan> products(values);
+    if constexpr (kReads) {
+      KeyNumbers x;
+      scratch.template exchange<false>(read, x);
+      for_numbers([&](int t, int e) { x[t][e] *= products.from_start[t][e]; });
+      read_blocks<2>(values, chunk.scores, scratch, x);
+      read_blocks<1>(values, chunk.scores, scratch, x);
+      read_in_groups(values, chunk.scores, x);
+      scratch.exchange(x, read);
+    }
+    KeyNumbers scaled;
+    for_numbers([&](int t, int e) {
+      scaled[t][e] = kReverse ? products.from_start[t][e] * values.reader[t][e] : products.to_end[t][e] * values.writer[t][e];
+    });
+    Product columns[kChunkBlocks];
+    Factor write[kChunkBlocks][kExact];
+    scratch.exchange(scaled, columns);
+    split_rows(columns, write);
+    float whole[2];  // of this lane's columns
+    FWP_UNROLL for (int e = 0; e < 2; ++e) {
+      const float product = values.product(e);
+      if (group() == 0) scratch.numbers[0][own_number() + e] = product;
+    }
+    __syncwarp();
+    FWP_UNROLL for (int r = 0; r < 2; ++r) whole[r] = scratch.numbers[0][line() + 8 * r];
+    __syncwarp();
+    FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
+      FWP_UNROLL for (int h = 0; h < 2; ++h)
+        FWP_UNROLL for (int e = 0; e < 4; ++e)
+          state[i][h][e] *= memory.whole[i * kBlock + 8 * h + pair() + e % 2] * whole[e / 2];
+      add_write<kExact, true, false>(write, kReverse ? memory.query : memory.key, i, state[i]);
+    }
+  }
+
+  // x += what tokens read of those in the neighboring block of kGroups groups.
+  template <int kGroups>
+  FWP_DEVICE static void read_blocks(const KeySlice& values, const Shared* scores, WarpScratch<kOfTokens>& scratch,
+                                     KeyNumbers& x) {
+    const DecayProducts<kGroups> products(values);
+    Grouped<Bfloat16> scaled[kOfTokens];
+    scratch.put(values, products, scaled);
+    Product found[kChunkBlocks];
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+      clear(found[t]);
+      if (kGroups > 1 && t == 0) continue;
+      const int row = t * kBlock, column = kGroups > 1 ? 0 : row;
+      Factor left[kOfTokens];
+      FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) {
+        scores[m].left(row, column, left[m]);
+        if (kGroups == 1) left[m][0] = left[m][3] = 0;  // pairs of tokens of one group
+      }
+      multiply<kOfTokens>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
+    }
+    __syncwarp();
+    KeyNumbers z;
+    scratch.template exchange<true>(found, z);
+    if (reads<kGroups>()) for_numbers([&](int t, int e) { x[t][e] = fma(products.from_start[t][e], z[t][e], x[t][e]); });
+  }
+
+  FWP_DEVICE static void read_in_groups(const KeySlice& values, const Shared* scores, KeyNumbers& x) {
+    FWP_UNROLL for (int s = 0; s < kSpan; s += 2) {
+      float y[2][2];
+      FWP_UNROLL for (int t = s; t < kSpan; ++t) {
+        float score[2] = {};
+        FWP_UNROLL for (int m = kOfTokens; m-- > 0;) {
+          const uint32_t pair = scores[m].get(own_token(t), own_token(s));
+          score[0] += low(pair), score[1] += high(pair);
+        }
+        FWP_UNROLL for (int e = 0; e < 2; ++e) {
+          y[0][e] = t > s ? y[0][e] * values.decay[t][e] : values.writer[s][e];
+          x[t][e] = fma(score[0], y[0][e], x[t][e]);
+          if (t == s) continue;
+          y[1][e] = t > s + 1 ? y[1][e] * values.decay[t][e] : values.writer[s + 1][e];
+          x[t][e] = fma(score[1], y[1][e], x[t][e]);
+        }
+      }
+    }
+  }
+
+  // read += (c Q S)^T; found += what erases, times S; or in reverse found += (w K G)^T, or of a removal found += (w x G)^T and
+  // given += (w K G)^T.
   FWP_DEVICE static void read_state(const Memory& memory, const State& state, Product (&read)[kChunkBlocks],
-                                    Product (&found)[kChunkBlocks]) {
+                                    Product (&found)[kChunkBlocks], Product (&given)[kChunkBlocks]) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       Factor of_state[kParts];
       split(state[i], of_state);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-        if constexpr (kReads)
-          multiply<kQueryParts>(read[t], greatest<1>(of_state), [&](int m, Factor& right) {
-            memory.query[m].right_transposed(t * kBlock, i * kBlock, right);
-          });
-        if constexpr (kFinds)
-          multiply<(kReverse ? kKeyParts : kEraserParts)>(found[t], of_state, [&](int m, Factor& right) {
-            (kReverse ? memory.key : memory.eraser)[m].right_transposed(t * kBlock, i * kBlock, right);
-          });
+        if constexpr (kReads) read_rows<kQueryParts>(greatest<1>(of_state), memory.query, t, i, read[t]);
+        if constexpr (kGives) read_rows<kKeyParts>(greatest<kOfTokens>(of_state), memory.key, t, i, given[t]);
+        if constexpr (kFinds && !kReverse) read_rows<kEraserParts>(of_state, memory.eraser, t, i, found[t]);
+        if constexpr (kFinds && kReverse)
+          read_rows<(kRemoves ? kRemovalParts : kKeyParts)>(of_state, kRemoves ? memory.removal : memory.key, t, i, found[t]);
       }
     }
+  }
+  template <int of_rows, int of_state>
+  FWP_DEVICE static void read_rows(const Factor (&state)[of_state], const Grouped<Bfloat16> (&rows)[kExact], int t, int i,
+                                   Product& to) {
+    multiply<of_rows>(to, state, [&](int m, Factor& right) { rows[m].right_transposed(t * kBlock, i * kBlock, right); });
   }
 
   // x, without the term of A, becomes E or D, also in parts. E begins with the first tokens, D with the last ones.
   FWP_DEVICE static void solve(const Stage& chunk, Product (&x)[kChunkBlocks], Factor (&parts)[kChunkBlocks][kParts]) {
     const auto add_erased = [&](int from, int to) {
       add_product<kExact>(x[to], parts[from], [&](int m, Factor& right) {
-        const Shared& erase = chunk.scores[kScoreParts + m];
+        const Shared& erase = chunk.scores[Pass::kErased + m];
         kReverse ? erase.right(from * kBlock, to * kBlock, right)
                  : erase.right_transposed(to * kBlock, from * kBlock, right);
       });
@@ -238,8 +403,9 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
     }
   }
 
-  // state += (or -=) the columns of 32 tokens times the rows of those tokens. Small parts are added first.
-  template <int of_rows, bool minus, int of_columns>
+  // state += (or -=) the columns of 32 tokens times the rows of those tokens. Small parts are added first, and apart from the
+  // first ones if these are aligned.
+  template <int of_rows, bool kAlign, bool minus, int of_columns>
   FWP_DEVICE static void add_write(const Factor (&columns)[kChunkBlocks][of_columns], const Grouped<Bfloat16> (&rows)[kExact],
                                    int i, Product& state) {
     constexpr int most = of_rows > of_columns ? of_rows : of_columns;
@@ -250,11 +416,18 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
         Factor right;
         rows[m].right(t * kBlock, i * kBlock, right);
         FWP_UNROLL for (int k = of_columns; k-- > 0;)
-          if (k + m < most) multiply(product, columns[t][k], right);
+          if (k + m < most && !(kAlign && k + m == 0)) multiply(product, columns[t][k], right);
       }
-      if (m > int(!kErases)) continue;
-      minus ? subtract(state, product) : add(state, product);
+    }
+    minus ? subtract(state, product) : add(state, product);
+    if constexpr (kAlign) {
       clear(product);
+      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+        Factor right;
+        rows[0].right(t * kBlock, i * kBlock, right);
+        multiply(product, columns[t][0], right);
+      }
+      minus ? subtract(state, product) : add(state, product);
     }
   }
 };

@@ -1,17 +1,24 @@
-// Shared by the passes on the tensor cores with decays by key, in bfloat16, 32 tokens at a time. With b the rates, K for the keys
-// and F_ts for the product of the decays of tokens s + 1 to t, now a vector along the keys:
+// Shared by the passes on the tensor cores with decays by key, in bfloat16, 32 tokens at a time. F_ts is the product of the decays
+// f of tokens s + 1 to t, a vector along the keys, and b are the rates. A token that reads with x has, with a token that writes
+// with y, the score sum over i of x_ti F_tsi y_si. In what follows K stands for b K.
 //
-//     P_ts = the sum over i of q_ti F_tsi b_s k_si  (s <= t)        A_ts = the sum over i of k_ti F_tsi b_s k_si  (s < t)
-//     E = V - (c K) S - A E  (without erasing E = V)                  out = (c Q) S + P E        S' = f S + (w b K)^T E
+//     P_ts: Q reads K, for s <= t       A_ts: K reads K, for s < t       c, w, f as in chunks.cuh, element by element
 //
-// with c, w and f as in chunks.cuh, element by element.
+//     gla                  E = V                      out = c Q S + P E               S' = f S + (w K)^T E
+//     gated delta          E = V - (c K) S - A E      the same
+//     decay, also by values: Z is the product of the decays z of the values, and F_ts Z_ts stands for F_ts: in P V and in S'
+//     removal with y under x: R_ts, Y_ts: y reads K and x before the decay of token t, that is with F_(t-1)s; X_ts: Q reads x
+//
+//         E = -(c- y) S - R V - Y E        out = c Q S + P V + X E         S' = f S + (w K)^T V + (w x)^T E
+//
+//     c- is c without the decay of the token, and what y retrieves is -E.
 //
 // A group has 8 tokens. In one group, a lane multiplies token by token, in float32. Tokens of different groups: let h be 16 if t
 // and s are in different halves of the chunk, otherwise 8. Then s is in an even block of h tokens and t in the odd one after it.
 // Let c_t start at the first token of its block, and w_s end at the last one of its block. So F_ts = c_t w_s, and the scores are
 // products of matrices. There are no divisions or logarithms, so decays may be zero.
 //
-// ChunkKeyScores computes P and A, for all chunks in parallel. ChunkKeyStates goes from chunk to chunk, in both passes.
+// ChunkKeyScores computes the scores, for all chunks in parallel. ChunkKeyStates goes from chunk to chunk, in both passes.
 // ChunkKeyGradients computes the gradients of keys, queries and decays, again for all chunks in parallel.
 #pragma once
 
@@ -37,28 +44,62 @@ template <typename F>
 FWP_DEVICE void for_numbers(F f) {
   FWP_UNROLL for (int t = 0; t < kSpan; ++t) FWP_UNROLL for (int e = 0; e < 2; ++e) f(t, e);
 }
+FWP_DEVICE void multiply(KeyNumbers& x, const KeyNumbers& by) {
+  for_numbers([&](int t, int e) { x[t][e] *= by[t][e]; });
+}
+FWP_DEVICE void clear(KeyNumbers& x) {
+  for_numbers([&](int t, int e) { x[t][e] = 0; });
+}
 
 // Where a token's decay comes from.
 enum class DecaySource { zero, one, given };
 
-// The tokens of a chunk in shared memory.
-template <int kRows>
-struct KeyTokens {
-  Grouped<Bfloat16> query, key;
-  Grouped<float> decay;  // or bfloat16, as it is given
-  float *rate, *source;
+// A vector for each token of a chunk in shared memory, in float32 or bfloat16 as it is given.
+struct TokenVectors {
+  Grouped<float> in_float32;
+  Type type;
 
-  FWP_BOTH KeyTokens(Carver& carver)
-      : query(carver.grouped(kChunkTokens, kRows)), key(carver.grouped(kChunkTokens, kRows)),
-        decay(carver.grouped<float>(kChunkTokens, kRows)), rate(carver.take<float>(kChunkTokens)),
-        source(carver.take<float>(kChunkTokens)) {}
-  FWP_DEVICE Grouped<Bfloat16> decay_in_bfloat16() const { return {reinterpret_cast<Bfloat16*>(decay.data), decay.pitch}; }
+  FWP_BOTH TokenVectors(Carver& carver, int tokens, int width, Type type_) : type(type_) {
+    if (type == Type::float32)
+      in_float32 = carver.grouped<float>(tokens, width);
+    else
+      in_float32 = {reinterpret_cast<float*>(carver.grouped(tokens, width).data), width + kPadding};
+  }
+  FWP_DEVICE Grouped<Bfloat16> in_bfloat16() const { return {reinterpret_cast<Bfloat16*>(in_float32.data), in_float32.pitch}; }
+  // Calls f with the matrix of its type.
+  template <typename F>
+  FWP_DEVICE void typed(F f) const {
+    type == Type::float32 ? f(in_float32) : f(in_bfloat16());
+  }
+
+  // This lane's numbers of 16, from `first` on.
+  FWP_DEVICE void load(int first, KeyNumbers& to) const {
+    const int i = first + own_number();
+    typed([&](const auto& from) { for_numbers([&](int t, int e) { to[t][e] = number(from.at(own_token(t), i)[e]); }); });
+  }
+  FWP_DEVICE void store(int first, const KeyNumbers& from) const {
+    const int i = first + own_number();
+    if (type == Type::float32)
+      for_numbers([&](int t, int e) { in_float32.at(own_token(t), i)[e] = from[t][e]; });
+    else
+      FWP_UNROLL for (int t = 0; t < kSpan; ++t) in_bfloat16().put(own_token(t), i, pair_of(from[t][0], from[t][1]));
+  }
 };
+template <typename From>
+FWP_DEVICE void load_pairs(const From& from, int first, KeyNumbers& to) {
+  FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
+    const uint32_t pair = from.get(own_token(t), first + own_number());
+    to[t][0] = low(pair), to[t][1] = high(pair);
+  }
+}
+FWP_DEVICE void store_pairs(const KeyNumbers& from, int first, const Grouped<Bfloat16>& to) {
+  FWP_UNROLL for (int t = 0; t < kSpan; ++t) to.put(own_token(t), first + own_number(), pair_of(from[t][0], from[t][1]));
+}
 
-// A lane's part of 16 numbers of the keys. `key` is b k. whole[n]: the product of all decays of the neighboring block of 2^n
-// groups, in the order of the tokens.
+// A lane's part of 16 numbers of the keys. whole[n]: the product of all decays of the neighboring block of 2^n groups, in the
+// order of the tokens.
 struct KeySlice {
-  KeyNumbers query, key, decay;
+  KeyNumbers reader, writer, decay;
   float whole[2][2];
 
   // All lanes of a warp call it.
@@ -86,14 +127,18 @@ struct KeySlice {
   }
 };
 
-// The products of decays from the start of each block of kGroups groups to each token, and of those after it to the end.
-template <int kGroups>
+// The products of decays from the start of each block of kGroups groups to each token (kBefore: to the token before it), and of
+// those after it to the end.
+template <int kGroups, bool kBefore = false>
 struct DecayProducts {
   KeyNumbers from_start, to_end;
 
   FWP_DEVICE DecayProducts(const KeySlice& keys) {
     for_numbers([&](int t, int e) {
-      from_start[t][e] = t > 0 ? from_start[t - 1][e] * keys.decay[t][e] : keys.decay[t][e];
+      if (kBefore)
+        from_start[t][e] = t > 1 ? from_start[t - 1][e] * keys.decay[t - 1][e] : t > 0 ? keys.decay[0][e] : 1;
+      else
+        from_start[t][e] = t > 0 ? from_start[t - 1][e] * keys.decay[t][e] : keys.decay[t][e];
     });
     FWP_UNROLL for (int t = kSpan; t-- > 0;)
       FWP_UNROLL for (int e = 0; e < 2; ++e) to_end[t][e] = t + 1 < kSpan ? to_end[t + 1][e] * keys.decay[t + 1][e] : 1;
@@ -113,8 +158,8 @@ struct DecayProducts {
 };
 
 // Two adjacent numbers of a token, in parts.
-template <int parts>
-FWP_DEVICE void put_parts(const float (&x)[2], const Grouped<Bfloat16> (&to)[parts], int token, int i) {
+template <int parts, typename To>
+FWP_DEVICE void put_parts(const float (&x)[2], const To (&to)[parts], int token, int i) {
   uint32_t of_pair[parts];
   split(x[0], x[1], of_pair);
   FWP_UNROLL for (int n = 0; n < parts; ++n) to[n].put(token, i, of_pair[n]);
@@ -123,83 +168,164 @@ FWP_DEVICE void put_parts(const float (&x)[2], const Grouped<Bfloat16> (&to)[par
 // The size of a matrix of 32 x 16.
 constexpr int kScaledSize = kChunkTokens * (kBlock + kPadding) + kChunkTokens / kGroupRows * kBlock;
 
-// The tokens as factors for blocks of kGroups groups, in such a matrix for this warp: c q where a token reads, w b k where it
+// 32 x 16 numbers of one warp: as factors, or for an exchange between lanes.
+template <int parts>
+union WarpScratch {
+  Bfloat16 factors[parts][kScaledSize];
+  float numbers[kChunkTokens][kBlock + 2];
+
+  template <int kGroups, bool kBefore>
+  FWP_DEVICE void put(const KeySlice& keys, const DecayProducts<kGroups, kBefore>& products,
+                      Grouped<Bfloat16> (&scaled)[parts]) {
+    FWP_UNROLL for (int m = 0; m < parts; ++m) scaled[m] = {factors[m], kBlock + kPadding};
+    put_scaled(keys, products, scaled);
+  }
+  // Products whose rows are tokens, or whose columns are, to the lanes of their numbers.
+  template <bool kTokensInRows>
+  FWP_DEVICE void exchange(Product (&from)[kChunkBlocks], KeyNumbers& to) {
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+      if constexpr (kTokensInRows)
+        for_pairs(from[t], [&](int row, int i, float x, float y) {
+          numbers[t * kBlock + row][i] = x, numbers[t * kBlock + row][i + 1] = y;
+        });
+      else
+        for_elements(from[t], [&](int i, int token, float x) { numbers[t * kBlock + token][i] = x; });
+    }
+    __syncwarp();
+    for_numbers([&](int t, int e) { to[t][e] = numbers[own_token(t)][own_number() + e]; });
+    __syncwarp();
+  }
+  // Back to products whose columns are tokens.
+  FWP_DEVICE void exchange(const KeyNumbers& from, Product (&to)[kChunkBlocks]) {
+    for_numbers([&](int t, int e) { numbers[own_token(t)][own_number() + e] = from[t][e]; });
+    __syncwarp();
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
+      for_elements(to[t], [&](int i, int token, float& x) { x = numbers[t * kBlock + token][i]; });
+    __syncwarp();
+  }
+};
+
+// The tokens as factors for blocks of kGroups groups, in such a matrix for this warp: c x where a token reads, w y where it
 // writes.
-template <int kGroups, int parts>
-FWP_DEVICE void put_scaled(const KeySlice& keys, const DecayProducts<kGroups>& products, const Grouped<Bfloat16> (&to)[parts]) {
+template <int kGroups, bool kBefore, int parts>
+FWP_DEVICE void put_scaled(const KeySlice& keys, const DecayProducts<kGroups, kBefore>& products,
+                           const Grouped<Bfloat16> (&to)[parts]) {
   FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
     float x[2];
     FWP_UNROLL for (int e = 0; e < 2; ++e)
-      x[e] = reads<kGroups>() ? products.from_start[t][e] * keys.query[t][e] : products.to_end[t][e] * keys.key[t][e];
+      x[e] = reads<kGroups>() ? products.from_start[t][e] * keys.reader[t][e] : products.to_end[t][e] * keys.writer[t][e];
     put_parts(x, to, own_token(t), own_number());
   }
   __syncwarp();
 }
 
-// kRows: a multiple of 16, at least Dk. kErases: whether the rule erases what the key retrieves. The inputs `rate`, and `decay`
-// along the keys.
-template <int kRows, bool kErases>
-struct ChunkKeyPass : ChunkPass<kRows, kErases, true> {
-  static constexpr int kLeastSegments = kErases ? 4 : 2;  // without erasing, a transition is a vector, which costs little
-  // The stored scores: P in parts, as exact as what depends on it, and then -A as in Scores.
+// The tokens of a chunk in shared memory, vectors of `width` numbers.
+template <bool kRemoves>
+struct KeyTokens {
+  Grouped<Bfloat16> query, key;
+  TokenVectors decay, removal_key, removal;
+  float *rate, *source;
+
+  FWP_BOTH KeyTokens(Carver& carver, int width, Type of_decay, Type of_removal_key = {}, Type of_removal = {})
+      : query(carver.grouped(kChunkTokens, width)), key(carver.grouped(kChunkTokens, width)),
+        decay(carver, kChunkTokens, width, of_decay),
+        removal_key(carver, kRemoves ? kChunkTokens : 0, width, of_removal_key),
+        removal(carver, kRemoves ? kChunkTokens : 0, width, of_removal), rate(carver.take<float>(kChunkTokens)),
+        source(carver.take<float>(kChunkTokens)) {}
+
+  // The decays of 16 numbers, from `first` on: given ones, or zero or one.
+  FWP_DEVICE void load_decays(int first, KeySlice& to) const {
+    decay.load(first, to.decay);
+    FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
+      const float from = source[own_token(t)];
+      if (from != float(DecaySource::given)) to.decay[t][0] = to.decay[t][1] = from;
+    }
+    to.find_whole();
+  }
+  // What erases in a removal. It reads before the decay of its token, which is zero where a document begins: there is nothing
+  // to read.
+  FWP_DEVICE void load_removal_keys(int first, KeyNumbers& to) const {
+    removal_key.load(first, to);
+    clear_beginnings(to);
+  }
+  FWP_DEVICE void clear_beginnings(KeyNumbers& x) const {
+    FWP_UNROLL for (int t = 0; t < kSpan; ++t)
+      if (source[own_token(t)] == float(DecaySource::zero)) x[t][0] = x[t][1] = 0;
+  }
+  FWP_DEVICE void load_keys(int first, KeyNumbers& to) const {
+    load_pairs(key, first, to);
+    FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
+      const float b = rate[own_token(t)];
+      to[t][0] *= b, to[t][1] *= b;
+    }
+  }
+};
+
+// kRows: a multiple of 16, at least Dk. The inputs `rate`, and along the keys `decay`, `removal_key` and `removal`.
+template <int kRows, Rule kRule>
+struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, true> {
+  static constexpr bool kErases = erases_of(kRule) == Erases::kKey, kRemoves = erases_of(kRule) == Erases::kRemoval;
+  static constexpr bool kSolves = kErases || kRemoves;  // for E
+  static constexpr bool kFadesValues = fades_of(kRule) == Fades::kKeyAndValue;
+  using Base = ChunkPass<kRows, kSolves, true>;
+  using Tokens = KeyTokens<kRemoves>;
+  // Without solving, a transition is a vector, which costs little. Where values fade, it would be two: there are no segments.
+  static constexpr int kLeastSegments = kSolves ? 4 : kFadesValues ? 1 << 20 : 2;
+  // The stored scores: P in parts, as exact as what depends on it, then -A (of a removal -Y) as in Scores, X, and -R.
   static constexpr int kScoreParts = kErases ? kExact : kOfTokens;
-  static constexpr int kScoreMatrices = kScoreParts + (kErases ? kExact : 0);
+  static constexpr int kErased = kScoreParts, kReadRemoved = kErased + kExact, kFound = kReadRemoved + kExact;
+  static constexpr int kScoreMatrices = kRemoves ? kFound + kExact : kErases ? kErased + kExact : kScoreParts;
+
+  Brought removal_key, removal;
+
+  FWP_BOTH Tokens take_tokens(Carver& carver) const {
+    return {carver, kRows, this->decay.type, removal_key.type, removal.type};
+  }
 
   // The chunk of a block that has only one: then the slabs are chunks.
   FWP_DEVICE int64_t chunk() const { return this->slab(); }
 
-  // Without erasing, an additional column, which begins with ones and where nothing is written, has the product of all decays.
-  FWP_BOTH int ends_columns() const { return this->value_columns() + (kErases ? kRows : kBlock); }
-  FWP_DEVICE void load_transition(typename ChunkPass<kRows, kErases, true>::State& state) const {
-    if constexpr (kErases)
+  // Without solving, an additional column, which begins with ones and where nothing is written, has the product of all decays.
+  FWP_BOTH int ends_columns() const { return this->value_columns() + (kSolves ? kRows : kBlock); }
+  FWP_DEVICE void load_transition(typename Base::State& state) const {
+    if constexpr (kSolves)
       this->load_identity(state);
     else
       this->for_state(state, [&](bool, int, int column, float& x) { x = column == this->value_columns() ? 1 : 0; });
   }
 
-  FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const KeyTokens<kRows>& to) const {
+  // The starts of a pass's inputs: of those below, then its own, then of documents.
+  static constexpr int kOwnStarts = 6;
+  template <typename... Own>
+  FWP_DEVICE void put_starts(const char** starts, const Own&... own) const {
+    const Brought* const all[] = {&this->query, &this->key, &this->decay, &this->rate, &removal_key, &removal, &own...};
+    Base::put_starts(all, starts);
+  }
+  FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const Tokens& to) const {
     this->bring_keys(this->query, starts[0], n, to.query);
     this->bring_keys(this->key, starts[1], n, to.key);
-    if (this->decay.type == Type::float32)
-      this->bring_keys(this->decay, starts[2], n, to.decay);
-    else
-      this->bring_keys(this->decay, starts[2], n, to.decay_in_bfloat16());
+    bring_vectors(this->decay, starts[2], n, to.decay);
+    if constexpr (kRemoves) {
+      bring_vectors(removal_key, starts[4], n, to.removal_key);
+      bring_vectors(removal, starts[5], n, to.removal);
+    }
+  }
+  FWP_DEVICE void bring_vectors(const Brought& from, const char* start, int64_t n, const TokenVectors& to) const {
+    to.typed([&](const auto& target) { this->bring_keys(from, start, n, target); });
+  }
+  FWP_DEVICE void store_vectors(const Output& to, int64_t n, const TokenVectors& from) const {
+    from.typed([&](const auto& source) { this->store_keys(to, n, source); });
   }
 
   // As in ChunkPass, but the decays are among the tokens.
-  FWP_DEVICE Scalars ask(const char* rates, const char* documents, int64_t n) const {
-    return ChunkPass<kRows, kErases, true>::ask(rates, nullptr, documents, n);
+  FWP_DEVICE Scalars ask(const char* const* starts, const char* documents, int64_t n) const {
+    return Base::ask(starts[3], nullptr, documents, n);
   }
-  FWP_DEVICE void put_scalars(const Scalars& asked, const KeyTokens<kRows>& to) const {
+  FWP_DEVICE void put_scalars(const Scalars& asked, const Tokens& to) const {
     if (this->warp() > 0) return;
     to.rate[lane()] = number_of(this->rate.type, asked.rate);
     to.source[lane()] =
         float(!asked.there ? DecaySource::one : asked.begins ? DecaySource::zero : DecaySource::given);
-  }
-
-  // 16 numbers of the keys, from `first` on.
-  FWP_DEVICE void load_slice(const KeyTokens<kRows>& from, int first, KeySlice& to) const {
-    const int i = first + own_number();
-    if (this->decay.type == Type::float32)
-      for_numbers([&](int t, int e) { to.decay[t][e] = from.decay.at(own_token(t), i)[e]; });
-    else
-      for_numbers([&](int t, int e) { to.decay[t][e] = number(from.decay_in_bfloat16().at(own_token(t), i)[e]); });
-    load_readers(from.query, first, to.query);
-    load_readers(from.key, first, to.key);
-    FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
-      const float rate = from.rate[own_token(t)], source = from.source[own_token(t)];
-      to.key[t][0] *= rate, to.key[t][1] *= rate;
-      if (source != float(DecaySource::given)) to.decay[t][0] = to.decay[t][1] = source;
-    }
-    to.find_whole();
-  }
-
-  // Queries, or keys without rates: what reads.
-  FWP_DEVICE static void load_readers(const Grouped<Bfloat16>& from, int first, KeyNumbers& to) {
-    FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
-      const uint32_t pair = from.get(own_token(t), first + own_number());
-      to[t][0] = low(pair), to[t][1] = high(pair);
-    }
   }
 };
 

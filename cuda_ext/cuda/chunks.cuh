@@ -231,7 +231,8 @@ struct ChunkPass {
     bring(from, start, n, 0, size.rows, kRows, to, 0, int(threadIdx.x), warps * kWarp);
   }
   // Each warp copies its own columns.
-  FWP_DEVICE void bring_values(const Brought& from, const char* start, int64_t n, const Shared& to) const {
+  template <typename To>
+  FWP_DEVICE void bring_values(const Brought& from, const char* start, int64_t n, const To& to) const {
     bring(from, start, n, first_column() + own_column(), size.columns, kBlock, to, own_column(), lane(), kWarp);
   }
 

@@ -13,15 +13,13 @@ struct Kernels {
   static constexpr Fades kFades = fades_of(rule);
   static constexpr Erases kErases = erases_of(rule);
   static constexpr bool kDecays = kFades != Fades::kNothing, kByHead = kFades == Fades::kHead;
-  static constexpr bool kByKey = kFades == Fades::kKey, kErasesKey = kErases == Erases::kKey;
-  static constexpr bool kHasChunks = rule != Rule::decay && rule != Rule::removal;
+  static constexpr bool kByKey = fades_by_key(kFades), kErasesKey = kErases == Erases::kKey;
 
   // Whether a pass is in chunks. With decays both are or none. Without, the forward pass leaves nothing that depends on it, and
   // documents have no chunks.
   static bool in_chunks(const Call& call, const Gpu& gpu, bool is_backward) {
     const ScanSize size = scan_size(call);
-    if constexpr (!kHasChunks) return false;
-    else if constexpr (kByKey) return choose_chunk_keys<kErasesKey>(size, call.type, gpu);
+    if constexpr (kByKey) return choose_chunk_keys<rule>(size, call.type, gpu);
     else if (!kDecays && call.first) return false;
     else if (!kDecays && !is_backward) return choose_chunks(size, call.type);
     else return choose_chunks_backward<kErasesKey, kDecays>(size, call.type, gpu);
@@ -30,11 +28,10 @@ struct Kernels {
   static size_t workspace(const Call& call, bool is_backward) {
     Gpu gpu;
     if (query(&gpu)) return 0;  // the launch reports the error
-    if constexpr (kHasChunks)
-      if (in_chunks(call, gpu, is_backward)) {
-        if constexpr (kByKey) return chunk_keys_workspace<kErasesKey>(call, is_backward);
-        else return chunk_workspace<kErasesKey, kDecays>(call, is_backward);
-      }
+    if (in_chunks(call, gpu, is_backward)) {
+      if constexpr (kByKey) return chunk_keys_workspace<rule>(call, is_backward);
+      else return chunk_workspace<kErasesKey, kDecays>(call, is_backward);
+    }
     size_t bytes = 0;
     if (is_backward)
       with_number(call, [&](auto zero) -> const char* {
@@ -66,11 +63,10 @@ struct Kernels {
   static const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
     Gpu gpu;
     if (const char* error = query(&gpu)) return error;
-    if constexpr (kHasChunks)
-      if (in_chunks(call, gpu, false)) {
-        if constexpr (kByKey) return chunk_keys_forward<kErasesKey>(call, in, to, gpu);
-        else return chunk_forward<kErasesKey, kDecays>(call, in, to, gpu);
-      }
+    if (in_chunks(call, gpu, false)) {
+      if constexpr (kByKey) return chunk_keys_forward<rule>(call, in, to, gpu);
+      else return chunk_forward<kErasesKey, kDecays>(call, in, to, gpu);
+    }
     return with_number(call, [&](auto zero) {
       using A = decltype(zero);
       using Scan = RecurrentForward<A, kFades, kErases>;
@@ -88,11 +84,10 @@ struct Kernels {
   static const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
     Gpu gpu;
     if (const char* error = query(&gpu)) return error;
-    if constexpr (kHasChunks)
-      if (in_chunks(call, gpu, true)) {
-        if constexpr (kByKey) return chunk_keys_backward<kErasesKey>(call, in, more, to, gpu);
-        else return chunk_backward<kErasesKey, kDecays>(call, in, more, to, gpu);
-      }
+    if (in_chunks(call, gpu, true)) {
+      if constexpr (kByKey) return chunk_keys_backward<rule>(call, in, more, to, gpu);
+      else return chunk_backward<kErasesKey, kDecays>(call, in, more, to, gpu);
+    }
     return with_number(call, [&](auto zero) {
       using A = decltype(zero);
       using Scan = RecurrentBackward<A, kFades, kErases>;

@@ -1,5 +1,7 @@
-// The passes on the tensor cores: of the sum and the delta rule, without decays, with decays by head, or by key.
+// The passes on the tensor cores: of rules without decays, with decays by head, or by key.
 #pragma once
+
+#include <utility>
 
 #include "chunk_backward.cuh"
 #include "chunk_forward.cuh"
@@ -238,6 +240,7 @@ void set_keys(Pass& pass, const ScanSize& size, const Inputs& in) {
   set_size(pass, size);
   pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows};
   pass.rate = {in.rate, 1}, pass.decay = {in.key_decay, size.rows};
+  pass.removal_key = {in.removal_key, size.rows}, pass.removal = {in.removal, size.rows};
 }
 
 // A pass with a block for each chunk.
@@ -262,38 +265,53 @@ Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value
   Pass pass{};
   set_keys(pass, size, in);
   set_columns(pass, columns, gpu);
-  pass.value = {value, size.columns}, pass.scores = scores;
+  pass.value = {value, size.columns}, pass.value_decay = {in.value_decay, size.columns}, pass.scores = scores;
   return pass;
 }
 
+// Where values fade, the values and their decays as keys: dO reads and V writes with z.
+inline Inputs values_as_keys(const Inputs& in, const Tokens& d_out) {
+  Inputs swapped = in;
+  swapped.q = d_out, swapped.k = in.v, swapped.v = in.k;
+  swapped.key_decay = in.value_decay, swapped.value_decay = in.key_decay;
+  return swapped;
+}
+inline ScanSize values_as_keys(ScanSize size) {
+  std::swap(size.rows, size.columns);
+  return size;
+}
+
 // Device memory in bytes, and its parts.
-template <int kRows, bool kErases>
+template <int kRows, Rule kRule>
 struct KeyMemory {
+  using Pass = ChunkKeyPass<kRows, kRule>;
   SegmentMemory<kRows> segments;
-  Bfloat16* scores;
-  float* gradients;  // of the states after each chunk
+  Bfloat16 *scores, *d_scores, *d_removed;  // d_scores: where values fade; d_removed: D of a removal
+  float* gradients;                         // of the states after each chunk
   size_t bytes;
 
   KeyMemory(const ScanSize& size, void* from, bool is_backward) : segments(sized(size), from) {
-    const int64_t chunks = size.heads * sized(size).chunks();
-    scores = segments.template take<Bfloat16>(chunks * ChunkKeyPass<kRows, kErases>::kScoreMatrices * kMatrix);
-    gradients = segments.template take<float>(is_backward ? chunks * size.rows * size.columns : 0);
+    const int64_t chunks = size.heads * sized(size).chunks(), numbers = int64_t(size.rows) * size.columns;
+    scores = segments.template take<Bfloat16>(chunks * Pass::kScoreMatrices * kMatrix);
+    d_scores = segments.template take<Bfloat16>(is_backward && Pass::kFadesValues ? chunks * kOfTokens * kMatrix : 0);
+    d_removed = segments.template take<Bfloat16>(is_backward && Pass::kRemoves ? size.heads * size.length * size.columns : 0);
+    gradients = segments.template take<float>(is_backward ? chunks * numbers : 0);
     bytes = size_t(segments.next) - size_t(from);
   }
 
  private:
-  static ChunkKeyScores<kRows, kErases> sized(const ScanSize& size) {
-    ChunkKeyScores<kRows, kErases> pass{};
+  static ChunkKeyScores<kRows, kRule> sized(const ScanSize& size) {
+    ChunkKeyScores<kRows, kRule> pass{};
     set_size(pass, size);
     return pass;
   }
 };
 
-template <bool kErases>
+template <Rule kRule>
 size_t chunk_keys_workspace(const Call& call, bool is_backward) {
   const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) {
-    return KeyMemory<decltype(rows)::value, kErases>(size, nullptr, is_backward).bytes;
+    return KeyMemory<decltype(rows)::value, kRule>(size, nullptr, is_backward).bytes;
   });
 }
 
@@ -307,45 +325,61 @@ size_t key_states_bytes(const ScanSize& size, bool ends) {
   return chunk_bytes(pass);
 }
 
-template <bool kErases>
+template <Rule kRule>
 bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
-  return choose_chunks(size, type) && with_rows(size.rows, [&](auto rows) {
-           constexpr int kRows = decltype(rows)::value;
-           const size_t most = std::max({key_states_bytes<ChunkKeyStates<kRows, kErases, false>>(size, false),
-                                         key_states_bytes<ChunkKeyStates<kRows, kErases, false, true>>(size, true),
-                                         key_states_bytes<ChunkKeyStates<kRows, kErases, true>>(size, false),
-                                         key_states_bytes<ChunkKeyStates<kRows, kErases, true, true>>(size, true),
-                                         chunk_bytes(ChunkKeyScores<kRows, kErases>{}),
-                                         chunk_bytes(make_of_chunks<ChunkKeyGradients<kRows, kErases>>(size, {}))});
-           return most <= gpu.shared_bytes;
-         });
+  constexpr bool kFadesValues = fades_of(kRule) == Fades::kKeyAndValue;
+  if (!choose_chunks(size, type) || (kFadesValues && size.columns > kMostRowsForChunks)) return false;
+  const auto of_chunks = [](const ScanSize& size) {
+    return with_rows(size.rows, [&](auto rows) {
+      constexpr int kRows = decltype(rows)::value;
+      return std::max(chunk_bytes(ChunkKeyScores<kRows, kRule>{}),
+                      chunk_bytes(make_of_chunks<ChunkKeyGradients<kRows, kRule>>(size, {})));
+    });
+  };
+  const size_t of_states = with_rows(size.rows, [&](auto rows) {
+    constexpr int kRows = decltype(rows)::value;
+    const size_t most = std::max(key_states_bytes<ChunkKeyStates<kRows, kRule, false>>(size, false),
+                                 key_states_bytes<ChunkKeyStates<kRows, kRule, true>>(size, false));
+    if constexpr (kFadesValues) return most;
+    else return std::max({most, key_states_bytes<ChunkKeyStates<kRows, kRule, false, true>>(size, true),
+                          key_states_bytes<ChunkKeyStates<kRows, kRule, true, true>>(size, true)});
+  });
+  size_t most = std::max(of_states, of_chunks(size));
+  if (kFadesValues) most = std::max(most, of_chunks(values_as_keys(size)));
+  return most <= gpu.shared_bytes;
 }
 
-// Compute the scores, then run the pass from chunk to chunk.
-template <int kRows, bool kErases, bool kReverse>
-const char* run_key_states(ChunkKeyStates<kRows, kErases, kReverse>& pass, const ScanSize& size, const Inputs& in,
-                           const Tokens& value, const KeyMemory<kRows, kErases>& memory, const Gpu& gpu, void* stream) {
-  auto scores = make_of_chunks<ChunkKeyScores<kRows, kErases>>(size, in);
-  scores.scores = memory.scores;
-  if (const char* error = launch_chunks(scores, gpu, stream)) return error;
-  if (pass.log_segments > 0) {
-    using Ends = ChunkKeyStates<kRows, kErases, kReverse, true>;
-    const auto ends = make_key_states<Ends>(size, in, value, memory.scores, pass.ends_columns(), gpu);
-    const Transition transition = kErases ? Transition::matrix : Transition::rows;
-    const char* const error = find_boundaries(ends, memory.segments, pass.initial, transition, kReverse, gpu, stream);
-    if (error) return error;
-    pass.initial = memory.segments.matrices(size);
-  }
+template <int kRows, Rule kRule>
+const char* run_key_scores(const ScanSize& size, const Inputs& in, Bfloat16* to, const Gpu& gpu, void* stream) {
+  auto pass = make_of_chunks<ChunkKeyScores<kRows, kRule>>(size, in);
+  pass.scores = to;
   return launch_chunks(pass, gpu, stream);
 }
 
-template <bool kErases>
+// Compute the scores, then run the pass from chunk to chunk.
+template <int kRows, Rule kRule, bool kReverse>
+const char* run_key_states(ChunkKeyStates<kRows, kRule, kReverse>& pass, const ScanSize& size, const Inputs& in,
+                           const Tokens& value, const KeyMemory<kRows, kRule>& memory, const Gpu& gpu, void* stream) {
+  if (const char* error = run_key_scores<kRows, kRule>(size, in, memory.scores, gpu, stream)) return error;
+  if constexpr (!pass.kFadesValues)
+    if (pass.log_segments > 0) {
+      using Ends = ChunkKeyStates<kRows, kRule, kReverse, true>;
+      const auto ends = make_key_states<Ends>(size, in, value, memory.scores, pass.ends_columns(), gpu);
+      const Transition transition = pass.kSolves ? Transition::matrix : Transition::rows;
+      const char* const error = find_boundaries(ends, memory.segments, pass.initial, transition, kReverse, gpu, stream);
+      if (error) return error;
+      pass.initial = memory.segments.matrices(size);
+    }
+  return launch_chunks(pass, gpu, stream);
+}
+
+template <Rule kRule>
 const char* chunk_keys_forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
   const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
-    const KeyMemory<kRows, kErases> memory(size, call.workspace, false);
-    auto pass = make_key_states<ChunkKeyStates<kRows, kErases, false>>(size, in, in.v, memory.scores, size.columns, gpu);
+    const KeyMemory<kRows, kRule> memory(size, call.workspace, false);
+    auto pass = make_key_states<ChunkKeyStates<kRows, kRule, false>>(size, in, in.v, memory.scores, size.columns, gpu);
     pass.initial = matrices<float>(in.state, call.size);
     pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
@@ -353,26 +387,52 @@ const char* chunk_keys_forward(const Call& call, const Inputs& in, const Outputs
   });
 }
 
-template <bool kErases>
+// The gradients of all chunks, with states whose rows and columns are so many numbers apart.
+template <int kRows, Rule kRule>
+ChunkKeyGradients<kRows, kRule> make_key_gradients(const ScanSize& size, const Inputs& in, const Tokens& d_out,
+                                                   const Backward& more, const float* gradients, int row, int column) {
+  auto pass = make_of_chunks<ChunkKeyGradients<kRows, kRule>>(size, in);
+  pass.value = {in.v, size.columns}, pass.d_out = {d_out, size.columns};
+  pass.value_decay = {in.value_decay, size.columns};
+  pass.initial = static_cast<const float*>(in.state), pass.kept = static_cast<const float*>(more.kept);
+  pass.gradients = gradients, pass.row = row, pass.column = column;
+  pass.in_pairs = column == 1 && size.columns % 2 == 0 && reinterpret_cast<uintptr_t>(in.state) % 8 == 0 &&
+                  reinterpret_cast<uintptr_t>(more.kept) % 8 == 0;
+  return pass;
+}
+
+template <Rule kRule>
 const char* chunk_keys_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
                                 const Gpu& gpu) {
   const ScanSize size = scan_size(call);
-  return with_rows(size.rows, [&](auto rows) {
+  return with_rows(size.rows, [&](auto rows) -> const char* {
     constexpr int kRows = decltype(rows)::value;
-    const KeyMemory<kRows, kErases> memory(size, call.workspace, true);
-    auto pass = make_key_states<ChunkKeyStates<kRows, kErases, true>>(size, in, more.d_out, memory.scores, size.columns, gpu);
+    const KeyMemory<kRows, kRule> memory(size, call.workspace, true);
+    auto pass = make_key_states<ChunkKeyStates<kRows, kRule, true>>(size, in, more.d_out, memory.scores, size.columns, gpu);
     pass.initial = matrices<float>(more.d_state, call.size);
     pass.last = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
+    const Target d_removed{pass.kRemoves ? memory.d_removed : to.v.data, Type::bfloat16};
+    pass.d_removed = d_removed;
     if (const char* error = run_key_states(pass, size, in, more.d_out, memory, gpu, call.stream)) return error;
-    auto gradients = make_of_chunks<ChunkKeyGradients<kRows, kErases>>(size, in);
-    gradients.value = {kErases ? more.retrieved : in.v, size.columns}, gradients.d_out = {more.d_out, size.columns};
-    gradients.d_value = {contiguous_tokens(to.v, call.size), size.columns};
-    gradients.initial = static_cast<const float*>(in.state), gradients.kept = static_cast<const float*>(more.kept);
-    gradients.gradients = memory.gradients;
-    gradients.in_pairs = size.columns % 2 == 0 && reinterpret_cast<uintptr_t>(in.state) % 8 == 0 &&
-                         reinterpret_cast<uintptr_t>(more.kept) % 8 == 0;
+    auto gradients = make_key_gradients<kRows, kRule>(size, in, more.d_out, more, memory.gradients, size.columns, 1);
+    gradients.removed = {more.retrieved, size.columns};
+    gradients.d_removed = {contiguous_tokens(d_removed, call.size), size.columns};
     gradients.d_q = to.q, gradients.d_k = to.k, gradients.d_rate = to.rate, gradients.d_decay = to.key_decay;
-    return launch_chunks(gradients, gpu, call.stream);
+    gradients.d_removal_key = to.removal_key, gradients.d_removal = to.removal;
+    if constexpr (!pass.kFadesValues) return launch_chunks(gradients, gpu, call.stream);
+    else {
+      const Inputs swapped = values_as_keys(in, more.d_out);
+      const ScanSize of_values = values_as_keys(size);
+      gradients.d_scores = memory.d_scores;
+      return with_rows(of_values.rows, [&](auto rows) -> const char* {
+        constexpr int kRows = decltype(rows)::value;
+        if (const char* error = run_key_scores<kRows, kRule>(of_values, swapped, memory.d_scores, gpu, call.stream)) return error;
+        if (const char* error = launch_chunks(gradients, gpu, call.stream)) return error;
+        auto of_v = make_key_gradients<kRows, kRule>(of_values, swapped, in.q, more, memory.gradients, 1, size.columns);
+        of_v.d_scores = memory.scores, of_v.d_k = to.v, of_v.d_decay = to.value_decay;
+        return launch_chunks(of_v, gpu, call.stream);
+      });
+    }
   });
 }
 

@@ -38,9 +38,11 @@ SHAPES = [
 ]
 HOPPER = 227  # KiB of shared memory that a block has on an H100
 # Rules whose passes in bfloat16 are in chunks.
-IN_CHUNKS = ("sum", "delta", "gated", "gla", "gla_by_key", "gated_delta", "gated_delta_by_key")
+IN_CHUNKS = tuple(rule for rule in CASES if not rule.startswith("gdn2"))  # which computes in float32
 # There, gradients of gates in float32 are as exact as bfloat16.
-OF_GATE = dict.fromkeys(("d_decay", "d_rate"), torch.finfo(torch.bfloat16).eps)
+OF_GATE = dict.fromkeys(
+    ("d_decay", "d_value_decay", "d_rate", "d_removal_key", "d_removal"), torch.finfo(torch.bfloat16).eps
+)
 # Few and long enough for segments; the sum needs fewer tokens. Wide values take several slabs of columns.
 SEGMENTED = [
     ("sum", (1, 1, 1030, 16, 160), True),
@@ -139,7 +141,7 @@ def check_accuracy(emulator, rule, shape, dtype, change=lambda given: None, floo
 @every_rule
 def test_as_accurate_as_the_reference(emulator, rule):
     for dtype in [torch.float32, torch.bfloat16, torch.float16]:
-        floors = OF_GATE if dtype == torch.bfloat16 and rule == "gated" else {}
+        floors = OF_GATE if dtype == torch.bfloat16 and rule in ("gated", "rwkv7") else {}
         check_accuracy(emulator, rule, (1, 2, 130, 24, 40), dtype, floors=floors)
 
 
@@ -195,15 +197,17 @@ DECAYS = {
 }
 
 
-@pytest.mark.parametrize("rule", ["gla", "gla_by_key", "gated_delta", "gated_delta_by_key"])
+@pytest.mark.parametrize("rule", ["gla", "gla_by_key", "gated_delta", "gated_delta_by_key", "decay", "dplr_by_key"])
 @pytest.mark.parametrize("kind", DECAYS)
 def test_decays_in_chunks(emulator, rule, kind):
     """The gradients of gates in float32 are as exact as bfloat16."""
     shape, of = DECAYS[kind]
 
     def change(given):
-        given["decay"] = of(given["decay"], torch.rand(given["decay"].shape))
-        if kind == "float32":
+        for name in ("decay", "value_decay"):
+            if name in given:
+                given[name] = of(given[name], torch.rand(given[name].shape))
+        if kind == "float32" and rule not in ("decay", "dplr_by_key"):  # these have no rates
             given["rate"] = torch.rand(shape[:3])
 
     check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATE if kind == "float32" else None)
