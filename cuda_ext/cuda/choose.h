@@ -126,12 +126,12 @@ inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu&
   return plan;
 }
 
-// The tensor cores take only bfloat16 and a length of several chunks.
+// The tensor cores take a length of several chunks.
 constexpr int64_t kLengthForChunks = 64;
 constexpr int kLeastForChunks = 16, kMostRowsForChunks = 128;
 
-inline bool choose_chunks(const ScanSize& size, Type type) {
-  return type == Type::bfloat16 && size.length >= kLengthForChunks && size.rows >= kLeastForChunks &&
+inline bool choose_chunks(const ScanSize& size) {
+  return size.length >= kLengthForChunks && size.rows >= kLeastForChunks &&
          size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks && size.columns <= kGreatestSize;
 }
 

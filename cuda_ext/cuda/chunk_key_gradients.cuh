@@ -24,12 +24,12 @@
 
 namespace fwp::cuda {
 
-template <int kRows, Rule kRule>
-struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
-  using Pass = ChunkKeyPass<kRows, kRule>;
-  using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues;
+template <int kRows, Rule kRule, int kIn>
+struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
+  using Pass = ChunkKeyPass<kRows, kRule, kIn>;
+  using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults;
   static constexpr int kWarps = kRows / kBlock;
-  static constexpr int kValueParts = kFadesValues ? kOfTokens : 1;  // of dO and of what is written
+  static constexpr int kValueParts = kFadesValues ? kOfResults : kIn;  // of dO and of what is written
 
   // value: V; removed: E, or -E of a removal, in float32; d_removed: D; value_decay: z.
   Brought value, d_out, removed, d_removed, value_decay;
@@ -41,31 +41,32 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
 
   static constexpr int kGroupSize = kSpan * kSpan + kSpan;  // groups in different banks
 
-  using Scratch = WarpScratch<kOfTokens>;
+  using Scratch = WarpScratch<kOfResults>;
   using Columns = Shared[kValueParts];
   struct Memory {
     const char** starts;
     typename Pass::Tokens tokens;
     Columns value, d_out;        // what K writes, and dO
     Columns removed, d_removed;  // what x writes, and D
-    Shared d_scores[kOfTokens];  // dP or dA in parts, with its transpose above the diagonal
-    float *in_group, *d_rate;    // dP_ts or dA_ts of each group at (s, t); (warps, 32)
+    Shared d_scores[kOfResults];  // dP or dA in parts, with its transpose above the diagonal
+    float *in_group, *d_rate, *d_decay;  // dP_ts or dA_ts of each group at (s, t); (warps, 32); the same, of a decay by head
     Scratch* scratch;
-    KeyTokens<false> others;  // where values fade: dO, V and z
+    KeyTokens<kIn, false> others;  // where values fade: dO, V and z
     float* whole;             // the products of all z
     float* aside;             // two places for numbers of each thread
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyGradients& pass)
         : starts(carver.take<const char*>(kDocuments + 1)), tokens(pass.take_tokens(carver)),
           in_group(carver.take<float>(kChunkTokens / kSpan * kGroupSize)),
-          d_rate(carver.take<float>(kWarps * kChunkTokens)), scratch(carver.take<Scratch>(kWarps)),
-          others(carver, kFadesValues ? pass.value_columns() : 0, pass.value_decay.type),
+          d_rate(carver.take<float>(kWarps * kChunkTokens)),
+          d_decay(carver.take<float>(tokens.by_key ? 0 : kWarps * kChunkTokens)), scratch(carver.take<Scratch>(kWarps)),
+          others(carver, kFadesValues ? pass.value_columns() : 0, pass.query.type, pass.value_decay.type, true),
           whole(carver.take<float>(kFadesValues ? pass.value_columns() : 0)),
           aside(carver.take<float>(kRemoves ? 2 * kWarps * kWarp * kSpan * 2 : 0)) {
       FWP_UNROLL for (Shared& x : value) x = carver.matrix(kChunkTokens, pass.value_columns());
       FWP_UNROLL for (Shared& x : d_out) x = carver.matrix(kChunkTokens, pass.value_columns());
-      if (kRemoves) removed[0] = carver.matrix(kChunkTokens, pass.value_columns());
-      if (kSolves) d_removed[0] = carver.matrix(kChunkTokens, pass.value_columns());
+      FWP_UNROLL for (Shared& x : removed) x = carver.matrix(kRemoves ? kChunkTokens : 0, pass.value_columns());
+      FWP_UNROLL for (Shared& x : d_removed) x = carver.matrix(kSolves ? kChunkTokens : 0, pass.value_columns());
       FWP_UNROLL for (Shared& x : d_scores) x = carver.matrix(kChunkTokens, kChunkTokens);
     }
   };
@@ -80,11 +81,11 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
     const auto& tokens = memory.tokens;
     const int own = this->own_column();
     tokens.load_decays(own, slice.keys);
-    load_pairs(tokens.query, own, slice.keys.reader);
+    tokens.query.load(own, slice.keys.reader);
     clear(slice.d_reader), clear(slice.d_decay);
     if constexpr (kRemoves) {
       add_terms_of_writers<false>(n, memory, slice);
-      store_pairs(slice.d_reader, own, tokens.query);
+      tokens.query.store(own, slice.d_reader);
       tokens.load_removal_keys(own, slice.keys.reader);
       erase(slice);
       add_terms_of_writers<true>(n, memory, slice);
@@ -97,9 +98,9 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
       tokens.load_keys(own, slice.keys.writer);
       clear(slice.d_writer);
       add_terms<false>(n, memory.d_out, memory.value, true, memory, slice);
-      store_pairs(slice.d_reader, own, tokens.query);
+      tokens.query.store(own, slice.d_reader);
       if constexpr (kErases) {
-        load_pairs(tokens.key, own, slice.keys.reader);
+        tokens.key.load(own, slice.keys.reader);
         erase(slice);
         add_terms<true>(n, memory.d_removed, memory.value, true, memory, slice);
       }
@@ -128,17 +129,18 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
     const char* const* const starts = memory.starts;
     this->bring_tokens(starts, n, memory.tokens);
     if constexpr (kFadesValues) {
-      bring_columns(d_out, starts[kDOut], n, memory.others.query);
-      bring_columns(value, starts[kValue], n, memory.others.key);
+      memory.others.query.typed([&](const auto& to) { bring_columns(d_out, starts[kDOut], n, to); });
+      memory.others.key.typed([&](const auto& to) { bring_columns(value, starts[kValue], n, to); });
       memory.others.decay.typed([&](const auto& z) { bring_columns(value_decay, starts[kValueDecay], n, z); });
     } else {
-      bring_columns(d_out, starts[kDOut], n, memory.d_out[0]);
-      if constexpr (!kErases) bring_columns(value, starts[kValue], n, memory.value[0]);
-      if constexpr (kSolves) bring_columns(d_removed, starts[kDRemoved], n, memory.d_removed[0]);
+      load_columns(d_out, starts[kDOut], n, memory.d_out);
+      if constexpr (!kErases) load_columns(value, starts[kValue], n, memory.value);
+      if constexpr (kSolves) load_columns(d_removed, starts[kDRemoved], n, memory.d_removed);
     }
     commit_copies();
-    if constexpr (kSolves)
-      load_errors(starts[kRemoved], n, kRemoves ? -1 : 1, kRemoves ? memory.removed[0] : memory.value[0]);
+    if constexpr (kSolves) 
+      split_columns<float>(starts[kRemoved], n, kRemoves ? -1 : 1, kRemoves ? memory.removed : memory.value, this->count(n),
+                           removed.token);
     const Scalars scalars = this->ask(starts, starts[kDocuments], n);
     this->put_scalars(scalars, memory.tokens);
     if constexpr (kFadesValues) this->put_scalars(scalars, memory.others);
@@ -150,12 +152,28 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
   FWP_DEVICE void bring_columns(const Brought& from, const char* start, int64_t n, const To& to) const {
     this->bring(from, start, n, 0, this->size.columns, this->value_columns(), to, 0, int(threadIdx.x), kWarps * kWarp);
   }
-  FWP_DEVICE void load_errors(const char* start, int64_t n, float sign, const Shared& to) const {
-    const int columns = this->size.columns, width = this->value_columns(), tokens = this->count(n);
-    const float* const errors = in_global_memory(reinterpret_cast<const float*>(start)) + n * kChunkTokens * columns;
+  FWP_DEVICE void load_columns(const Brought& from, const char* start, int64_t n, const Columns& to) const {
+    if constexpr (kIn == 1)
+      bring_columns(from, start, n, to[0]);
+    else
+      with_element<float>(from.type, [&](auto* number) {
+        split_columns<std::remove_pointer_t<decltype(number)>>(start, n, 1, to, from.data ? this->count(n) : 0, from.token);
+      });
+  }
+  // Numbers of type T in parts, `stride` apart for each token.
+  template <typename T>
+  FWP_DEVICE void split_columns(const char* start, int64_t n, float sign, const Columns& to, int tokens, int64_t stride) const {
+    const int columns = this->size.columns, width = this->value_columns();
+    const T* const from = in_global_memory(reinterpret_cast<const T*>(start)) + n * kChunkTokens * stride;
     FWP_UNROLL_BY(4) for (int at = int(threadIdx.x); at < kChunkTokens * width; at += kWarps * kWarp) {
       const int t = at / width, j = at % width;
-      to.put(t, j, t < tokens && j < columns ? sign * errors[t * columns + j] : 0);
+      float x = t < tokens && j < columns ? sign * number(from[t * stride + j]) : 0;
+      FWP_UNROLL for (int m = 0; m < kValueParts; ++m) {
+        Bfloat16 part;
+        round_to(x, part);
+        *to[m].at(t, j) = part;
+        x -= number(part);
+      }
     }
   }
   // c dO and w V, and the products of all z. The warps share the numbers of a value.
@@ -163,8 +181,8 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
     FWP_UNROLL_BY(1) for (int first = this->own_column(); first < this->value_columns(); first += kRows) {
       KeySlice values;
       memory.others.load_decays(first, values);
-      load_pairs(memory.others.query, first, values.reader);
-      load_pairs(memory.others.key, first, values.writer);
+      memory.others.query.load(first, values.reader);
+      memory.others.key.load(first, values.writer);
       const DecayProducts<kChunkTokens / kSpan> products(values);
       const int i = first + own_number();
       FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
@@ -203,7 +221,9 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
       memory.tokens.load_decays(own, slice.keys);
       writer > 0 ? memory.tokens.removal.load(own, slice.keys.writer) : memory.tokens.load_keys(own, slice.keys.writer);
       kErased ? load_aside(memory, writer, slice.d_writer) : clear(slice.d_writer);
-      const Columns value = {{writer > 0 ? memory.removed[0].data : memory.value[0].data, memory.value[0].pitch}};
+      Columns value;
+      FWP_UNROLL for (int m = 0; m < kValueParts; ++m)
+        value[m] = {writer > 0 ? memory.removed[m].data : memory.value[m].data, memory.value[m].pitch};
       add_terms<kErased>(n, kErased ? memory.d_removed : memory.d_out, value, writer == 0, memory, slice);
       for_numbers([&](int t, int e) { aside(memory, writer, t, e) = slice.d_writer[t][e]; });
     }
@@ -220,7 +240,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
     if constexpr (kFadesValues)
       load_d_scores(n, memory);
     else
-      make_d_scores<kErased>(d_out[0], value[0], memory);
+      make_d_scores<kErased>(d_out, value, memory);
     __syncthreads();
     DProducts d_products;
     clear(d_products.from_start), clear(d_products.to_end);
@@ -234,13 +254,17 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
   }
 
   template <bool kErased>
-  FWP_DEVICE void make_d_scores(const Shared& d_out, const Shared& value, const Memory& memory) const {
+  FWP_DEVICE void make_d_scores(const Columns& d_out, const Columns& value, const Memory& memory) const {
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) {
       const int row = row_of_block(b), column = column_of_block(b);
-      Product d_score, none;
-      // The pass of a rule that does not erase: one product.
-      ChunkPass<kRows, false, true>::template multiply_rows<1>(d_out, d_out, value, this->value_columns(), row, column,
-                                                               d_score, none);
+      Product d_score;
+      clear(d_score);
+      FWP_UNROLL_BY(1) for (int j = 0; j < this->value_columns(); j += kBlock) {
+        Factor left[kValueParts];
+        FWP_UNROLL for (int m = 0; m < kValueParts; ++m) d_out[m].left(row, j, left[m]);
+        Pass::template accumulate<kValueParts>(
+            d_score, left, [&](int m, Factor& right) { value[m].right_transposed(column, j, right); });
+      }
       for_elements(d_score, [&](int t, int s, float x) {
         t += row, s += column;
         put_d_score(t, s, kErased && t == s ? 0 : x, memory);
@@ -249,19 +273,19 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
   }
   // dP, as it is stored.
   FWP_DEVICE void load_d_scores(int64_t n, const Memory& memory) const {
-    const Bfloat16* const from = d_scores + (this->head() * this->chunks() + n) * kOfTokens * kMatrix;
+    const Bfloat16* const from = d_scores + (this->head() * this->chunks() + n) * kOfResults * kMatrix;
     FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix; at += kWarps * kWarp) {
       const int t = at / kChunkTokens, s = at % kChunkTokens;
       if (s > t) continue;
       float x = 0;
-      FWP_UNROLL for (int m = kOfTokens; m-- > 0;) x += number(from[m * kMatrix + at]);
+      FWP_UNROLL for (int m = kOfResults; m-- > 0;) x += number(from[m * kMatrix + at]);
       put_d_score(t, s, x, memory);
     }
   }
   FWP_DEVICE static void put_d_score(int t, int s, float x, const Memory& memory) {
     if (t / kSpan == s / kSpan) memory.in_group[t / kSpan * kGroupSize + s % kSpan * kSpan + t % kSpan] = x;
     if (t / kSpan <= s / kSpan) return;
-    FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) {
+    FWP_UNROLL for (int m = 0; m < kOfResults; ++m) {
       Bfloat16 part;
       round_to(x, part);
       *memory.d_scores[m].at(t, s) = *memory.d_scores[m].at(s, t) = part;
@@ -283,7 +307,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(of_reader[t]), clear(of_writer[t]);
     float d_whole[2] = {};  // of rows line() and line() + 8
     FWP_UNROLL_BY(1) for (int j = 0; j < this->value_columns(); j += kBlock) {
-      Factor before[kOfTokens], after[kOfTokens];
+      Factor before[kOfResults], after[kOfResults];
       Product s, g;
       if (first) load_block(state, j, s);
       if constexpr (kOfWriter) {
@@ -330,10 +354,11 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
       FWP_UNROLL for (int e = 0; e < 2; ++e) d_products.from_start[kSpan - 1][e] += sums[own_number() + e];
     __syncwarp();
   }
-  FWP_DEVICE static void multiply_columns(const Columns& rows, int t, int j, const Factor (&state)[kOfTokens], Product& to) {
+  FWP_DEVICE static void multiply_columns(const Columns& rows, int t, int j, const Factor (&state)[kOfResults], Product& to) {
     Factor left[kValueParts];
     FWP_UNROLL for (int m = 0; m < kValueParts; ++m) rows[m].left(t * kBlock, j, left[m]);
-    multiply<kOfTokens>(to, left, [&](int m, Factor& right) { FWP_UNROLL for (int i = 0; i < 4; ++i) right[i] = state[m][i]; });
+    Pass::template accumulate<kOfResults>(
+        to, left, [&](int m, Factor& right) { FWP_UNROLL for (int i = 0; i < 4; ++i) right[i] = state[m][i]; });
   }
 
   // 16 of the own rows and columns from j on, in the layout of a right factor before split().
@@ -361,18 +386,18 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
   template <int kGroups, bool kBefore>
   FWP_DEVICE void add_blocks(const Memory& memory, Slice& slice, DProducts& d_products) const {
     const DecayProducts<kGroups, kBefore> products(slice.keys);
-    Grouped<Bfloat16> scaled[kOfTokens];
+    Grouped<Bfloat16> scaled[kOfResults];
     scratch(memory).put(slice.keys, products, scaled);
     Product found[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       const int row = t * kBlock, column = kGroups > 1 ? kBlock - row : row;
-      Factor left[kOfTokens];
-      FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) {
+      Factor left[kOfResults];
+      FWP_UNROLL for (int m = 0; m < kOfResults; ++m) {
         memory.d_scores[m].left(row, column, left[m]);
         if (kGroups == 1) left[m][0] = left[m][3] = 0;  // pairs of tokens of one group
       }
       clear(found[t]);
-      multiply<kOfTokens>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
+      multiply<kOfResults>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
     }
     __syncwarp();
     KeyNumbers z;
@@ -465,29 +490,35 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule> {
   FWP_DEVICE void put_others(const Memory& memory, Slice& slice) const {
     const auto& to = memory.tokens;
     KeyNumbers keys;
-    load_pairs(to.key, this->own_column(), keys);
+    to.key.load(this->own_column(), keys);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
       const int token = own_token(t);
-      float sum = fma(keys[t][0], slice.d_writer[t][0], keys[t][1] * slice.d_writer[t][1]);
-      FWP_UNROLL for (int distance = 1; distance < kSpan; distance *= 2)
-        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-      if (own_number() == 0) memory.d_rate[this->warp() * kChunkTokens + token] = sum;
-      const bool given = to.source[token] == float(DecaySource::given);
+      put_sum(fma(keys[t][0], slice.d_writer[t][0], keys[t][1] * slice.d_writer[t][1]), token, memory.d_rate);
+      if (!to.by_key) put_sum(slice.d_decay[t][0] + slice.d_decay[t][1], token, memory.d_decay);
+      const bool given = to.source[token] == kGiven;
       FWP_UNROLL for (int e = 0; e < 2; ++e) {
         slice.d_writer[t][e] *= to.rate[token];
         if constexpr (kErases) slice.d_writer[t][e] -= slice.d_reader[t][e];
         if (!given) slice.d_decay[t][e] = 0;
       }
     }
-    store_pairs(slice.d_writer, this->own_column(), to.key);
-    to.decay.store(this->own_column(), slice.d_decay);
+    to.key.store(this->own_column(), slice.d_writer);
+    if (to.by_key) to.decay.store(this->own_column(), slice.d_decay);
+  }
+  // The sum over the lanes of a token, for this warp.
+  FWP_DEVICE void put_sum(float x, int token, float* to) const {
+    FWP_UNROLL for (int distance = 1; distance < kSpan; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+    if (own_number() == 0) to[this->warp() * kChunkTokens + token] = x;
   }
 
   FWP_DEVICE void give(int64_t n, const Memory& memory) const {
     const auto& tokens = memory.tokens;
-    this->store_keys(d_q, n, tokens.query);
-    this->store_keys(d_k, n, tokens.key);
-    this->store_vectors(d_decay, n, tokens.decay);
+    this->store_vectors(d_q, n, tokens.query);
+    this->store_vectors(d_k, n, tokens.key);
+    if (tokens.by_key)
+      this->store_vectors(d_decay, n, tokens.decay);
+    else
+      this->store_sums(d_decay, n, memory.d_decay, this->begins(memory.starts[kDocuments], n));
     if constexpr (kRemoves) {
       this->store_vectors(d_removal_key, n, tokens.removal_key);
       this->store_vectors(d_removal, n, tokens.removal);

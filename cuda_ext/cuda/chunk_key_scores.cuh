@@ -12,9 +12,9 @@ constexpr int kMatrix = kChunkTokens * kChunkTokens;
 constexpr int kPairs = kSpan * (kSpan + 1) / 2;
 FWP_DEVICE int pair_at(int t, int s) { return t * (t + 1) / 2 + s; }
 
-template <int kRows, Rule kRule>
-struct ChunkKeyScores : ChunkKeyPass<kRows, kRule> {
-  using Pass = ChunkKeyPass<kRows, kRule>;
+template <int kRows, Rule kRule, int kIn>
+struct ChunkKeyScores : ChunkKeyPass<kRows, kRule, kIn> {
+  using Pass = ChunkKeyPass<kRows, kRule, kIn>;
   using Pass::kErases, Pass::kRemoves, Pass::kScoreParts;
   static constexpr int kWarps = kRows / kBlock, kParts = Pass::kSolves ? kExact : kScoreParts;
 
@@ -52,12 +52,12 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kRule> {
     const int own = this->own_column();
     KeySlice keys;
     tokens.load_decays(own, keys);
-    load_pairs(tokens.query, own, keys.reader);
+    tokens.query.load(own, keys.reader);
     tokens.load_keys(own, keys.writer);
     Bfloat16* const to = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
     give<false, kScoreParts>(keys, memory, 1, to);
     if constexpr (kErases) {
-      load_pairs(tokens.key, own, keys.reader);
+      tokens.key.load(own, keys.reader);
       give_erased<false>(keys, memory, to + Pass::kErased * kMatrix);
     }
     if constexpr (kRemoves) {

@@ -13,20 +13,19 @@
 namespace fwp::cuda {
 
 // kEnds: compute only the ends of segments.
-template <int kRows, Rule kRule, bool kReverse, bool kEnds = false>
-struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
-  using Pass = ChunkKeyPass<kRows, kRule>;
+template <int kRows, Rule kRule, int kIn, bool kReverse, bool kEnds = false>
+struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
+  using Pass = ChunkKeyPass<kRows, kRule, kIn>;
   using State = typename Pass::State;
-  using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues;
+  using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults, Pass::kOfReads;
   static constexpr bool kReads = !kReverse && !kEnds;                                                   // out
   static constexpr bool kFinds = kReverse && !kFadesValues ? kSolves || !kEnds : kSolves;               // D, or what E takes away
   static constexpr bool kGives = kRemoves && kReverse && !kEnds;                                        // dV beside D
   static constexpr bool kAligned = !kErases;  // what is written under keys: nothing corrects its errors (see grid_of)
-  static constexpr int kQueryParts = kReverse ? kExact : kReads ? kOfTokens : 0;
-  static constexpr int kKeyParts = !kReverse || kErases ? kExact : kGives || (kFinds && !kRemoves) ? kOfTokens : 0;
+  static constexpr int kQueryParts = kReverse ? kExact : kReads ? kOfResults : 0;
+  static constexpr int kKeyParts = !kReverse || kErases ? kExact : kGives || (kFinds && !kRemoves) ? kOfResults : 0;
   static constexpr int kEraserParts = kSolves ? kExact : 0, kRemovalParts = kRemoves ? kExact : 0;
-  static constexpr int kParts = kSolves ? kExact : 1;         // of a state that is read, and of E
-  static constexpr int kValueParts = kFadesValues ? kExact : 1;  // V and dO are exact in one
+  static constexpr int kParts = kSolves ? kExact : kOfReads;  // of a state that is read, and of E
 
   Brought value;        // in reverse, the gradient of the outputs
   Brought value_decay;  // z
@@ -46,11 +45,12 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
   }
 
   struct Stage {
-    Shared value, scores[Pass::kScoreMatrices];
-    TokenVectors value_decay;
+    ValueTile<kIn> value;
+    TokenVectors<HalfOf<kIn>> value_decay;
+    Shared scores[Pass::kScoreMatrices];
 
     FWP_BOTH Stage(Carver& carver, const ChunkKeyStates& pass)
-        : value(carver.matrix(kChunkTokens, pass.block_columns())),
+        : value(carver, kChunkTokens, pass.block_columns(), pass.value.type),
           value_decay(carver, kFadesValues ? kChunkTokens : 0, pass.block_columns(), pass.value_decay.type) {
       FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices; ++m)
         if (wants(m)) scores[m] = carver.matrix(kChunkTokens, kChunkTokens);
@@ -61,13 +61,13 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
     const char** starts;
     Grouped<Bfloat16> query[kExact], key[kExact], eraser[kExact], removal[kExact];
     float* whole;                   // f
-    WarpScratch<kOfTokens>* scratch;  // of each warp, to exchange numbers
+    WarpScratch<kOfResults>* scratch;  // of each warp, to exchange numbers
     typename Pass::Tokens tokens;
     Stages<Stage, ChunkKeyStates> stages;
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyStates& pass)
         : starts(carver.take<const char*>(Pass::kOwnStarts + 3)), whole(carver.take<float>(kRows)),
-          scratch(carver.take<WarpScratch<kOfTokens>>(kFadesValues ? pass.warps : 0)), tokens(pass.take_tokens(carver)),
+          scratch(carver.take<WarpScratch<kOfResults>>(kFadesValues ? pass.warps : 0)), tokens(pass.take_tokens(carver)),
           stages(carver, pass) {
       FWP_UNROLL for (int m = 0; m < kExact; ++m) {
         if (m < kQueryParts) query[m] = carver.grouped(kChunkTokens, kRows);
@@ -112,7 +112,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
   FWP_DEVICE Scalars fill(const Memory& memory, int64_t n) const {
     const Stage to = memory.stages[n];
     this->bring_tokens(memory.starts, n, memory.tokens);
-    this->bring_values(value, memory.starts[kValueStart], n, to.value);
+    to.value.typed([&](const auto& v) { this->bring_values(value, memory.starts[kValueStart], n, v); });
     if constexpr (kFadesValues)
       to.value_decay.typed([&](const auto& z) { this->bring_values(value_decay, memory.starts[kValueStart + 1], n, z); });
     bring_scores(n, to);
@@ -121,6 +121,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
   }
   FWP_DEVICE void bring_scores(int64_t n, const Stage& to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
+    if (!scores) return;  // only states are wanted
     const Bfloat16* const from = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
     FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices; ++m)
       if (wants(m))
@@ -136,14 +137,14 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
       const DecayProducts<kChunkTokens / kSpan> products(keys);
       const int i = first + own_number();
       KeyNumbers x;
-      load_pairs(tokens.query, first, x);
+      tokens.query.load(first, x);
       multiply(x, products.from_start);
       put_scaled_tokens<kQueryParts, kReverse && kAligned>(x, i, memory.query);
       tokens.load_keys(first, x);
       multiply(x, products.to_end);
       put_scaled_tokens<kKeyParts, !kReverse && kAligned>(x, i, memory.key);
       if constexpr (kErases) {
-        load_pairs(tokens.key, first, x);
+        tokens.key.load(first, x);
         multiply(x, products.from_start);
         put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
       }
@@ -190,22 +191,21 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
     Product read[kChunkBlocks], found[kChunkBlocks], given[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]), clear(given[t]);
     read_state(memory, state, read, found, given);
-    Factor value[kChunkBlocks][1], write[kChunkBlocks][kParts];
-    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
-      chunk.value.left_transposed(t * kBlock, this->own_column(), value[t][0]);
+    Factor value[kChunkBlocks][kIn], write[kChunkBlocks][kParts];
+    if constexpr (kReverse || !kErases) chunk.value.template load<kAligned>(this->own_column(), value);
     if constexpr (kReverse && kFinds)
-      read_later<kSolves ? kExact : kOfTokens>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
+      read_later<kSolves ? kExact : kOfResults>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
     if constexpr (kSolves) {
-      if constexpr (!kReverse) take_away(value, chunk, found);
+      if constexpr (!kReverse) take_away(value, chunk, this->own_column(), found);
       solve(chunk, found, write);
     }
     if constexpr (kReads && !kFadesValues) {
-      if constexpr (!kErases) read_earlier<1>(value, chunk.scores, read);
-      if constexpr (kSolves) read_earlier<kOfTokens>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
+      if constexpr (!kErases) read_earlier<kIn>(value, chunk.scores, read);
+      if constexpr (kSolves) read_earlier<kOfResults>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
     }
     if constexpr (kGives) {
-      read_later<kOfTokens>(value, chunk.scores, given);
-      read_later<kOfTokens>(write, chunk.scores + Pass::kFound, given);
+      read_later<kOfResults>(value, chunk.scores, given);
+      read_later<kOfResults>(write, chunk.scores + Pass::kFound, given);
     }
     if constexpr (kReads && kSolves)
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
@@ -216,9 +216,11 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
       fade_values(n, chunk, memory, read, state);
     else
       change(memory, value, write, state);
-    if constexpr (kReverse && !kEnds && kRemoves) this->store_results(d_removed, n, found, chunk.value);
-    if constexpr (!kEnds && !(kReverse && kFadesValues))
-      this->store_results(out, n, kGives ? given : kReverse ? found : read, chunk.value);
+    chunk.value.typed([&](const auto& through) {
+      if constexpr (kReverse && !kEnds && kRemoves) this->store_results(d_removed, n, found, through);
+      if constexpr (!kEnds && !(kReverse && kFadesValues))
+        this->store_results(out, n, kGives ? given : kReverse ? found : read, through);
+    });
   }
 
   // x += what tokens read of `columns` in this chunk: of earlier ones and their own, or of later ones and their own.
@@ -227,24 +229,26 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
                                       Product (&x)[kChunkBlocks]) {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       FWP_UNROLL for (int s = 0; s <= t; ++s)
-        multiply<kOfTokens>(x[t], greatest<most>(columns[s]),
-                            [&](int m, Factor& right) { scores[m].right_transposed(t * kBlock, s * kBlock, right); });
+        Pass::template accumulate<kOfResults>(x[t], greatest<most>(columns[s]), [&](int m, Factor& right) {
+          scores[m].right_transposed(t * kBlock, s * kBlock, right);
+        });
   }
   template <int of_scores, int parts>
   FWP_DEVICE static void read_later(const Factor (&columns)[kChunkBlocks][parts], const Shared* scores,
                                     Product (&x)[kChunkBlocks]) {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       FWP_UNROLL for (int s = t; s < kChunkBlocks; ++s)
-        multiply<of_scores>(x[t], greatest<(parts < of_scores ? parts : of_scores)>(columns[s]),
-                            [&](int m, Factor& right) { scores[m].right(s * kBlock, t * kBlock, right); });
+        Pass::template accumulate<of_scores>(x[t], greatest<(parts < of_scores ? parts : of_scores)>(columns[s]),
+                                             [&](int m, Factor& right) { scores[m].right(s * kBlock, t * kBlock, right); });
   }
 
   // From what is found in the state, the right side of the equations for E.
-  FWP_DEVICE static void take_away(const Factor (&value)[kChunkBlocks][1], const Stage& chunk, Product (&x)[kChunkBlocks]) {
+  FWP_DEVICE static void take_away(const Factor (&value)[kChunkBlocks][kIn], const Stage& chunk, int column,
+                                   Product (&x)[kChunkBlocks]) {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       if constexpr (kErases) {
         Product values;
-        unpack(value[t][0], values);
+        chunk.value.load(t, column, values);
         subtract_from(values, x[t]);
       } else {
         for_elements(x[t], [](int, int, float& number) { number = -number; });
@@ -257,7 +261,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
   }
 
   // The state after the chunk.
-  FWP_DEVICE static void change(const Memory& memory, const Factor (&value)[kChunkBlocks][1],
+  FWP_DEVICE static void change(const Memory& memory, const Factor (&value)[kChunkBlocks][kIn],
                                 const Factor (&write)[kChunkBlocks][kParts], State& state) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       for_elements(state[i], [&](int, int r, float& x) { x *= memory.whole[i * kBlock + r]; });
@@ -276,9 +280,13 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
   // What is read and the state after the chunk, where values fade.
   FWP_DEVICE void fade_values(int64_t n, const Stage& chunk, const Memory& memory, Product (&read)[kChunkBlocks],
                               State& state) const {
-    WarpScratch<kOfTokens>& scratch = memory.scratch[this->warp()];
+    WarpScratch<kOfResults>& scratch = memory.scratch[this->warp()];
     KeySlice values;
-    load_pairs(chunk.value, this->own_column(), kReverse ? values.reader : values.writer);
+    chunk.value.typed([&](const auto& v) {
+      for_numbers([&](int t, int e) {
+        (kReverse ? values.reader : values.writer)[t][e] = number(*v.at(own_token(t), this->own_column() + own_number() + e));
+      });
+    });
     clear(kReverse ? values.writer : values.reader);
     chunk.value_decay.load(this->own_column(), values.decay);
     const int tokens = this->count(n);
@@ -320,22 +328,22 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
 
   // x += what tokens read of those in the neighboring block of kGroups groups.
   template <int kGroups>
-  FWP_DEVICE static void read_blocks(const KeySlice& values, const Shared* scores, WarpScratch<kOfTokens>& scratch,
+  FWP_DEVICE static void read_blocks(const KeySlice& values, const Shared* scores, WarpScratch<kOfResults>& scratch,
                                      KeyNumbers& x) {
     const DecayProducts<kGroups> products(values);
-    Grouped<Bfloat16> scaled[kOfTokens];
+    Grouped<Bfloat16> scaled[kOfResults];
     scratch.put(values, products, scaled);
     Product found[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       clear(found[t]);
       if (kGroups > 1 && t == 0) continue;
       const int row = t * kBlock, column = kGroups > 1 ? 0 : row;
-      Factor left[kOfTokens];
-      FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) {
+      Factor left[kOfResults];
+      FWP_UNROLL for (int m = 0; m < kOfResults; ++m) {
         scores[m].left(row, column, left[m]);
         if (kGroups == 1) left[m][0] = left[m][3] = 0;  // pairs of tokens of one group
       }
-      multiply<kOfTokens>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
+      multiply<kOfResults>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
     }
     __syncwarp();
     KeyNumbers z;
@@ -348,7 +356,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
       float y[2][2];
       FWP_UNROLL for (int t = s; t < kSpan; ++t) {
         float score[2] = {};
-        FWP_UNROLL for (int m = kOfTokens; m-- > 0;) {
+        FWP_UNROLL for (int m = kOfResults; m-- > 0;) {
           const uint32_t pair = scores[m].get(own_token(t), own_token(s));
           score[0] += low(pair), score[1] += high(pair);
         }
@@ -371,8 +379,8 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
       Factor of_state[kParts];
       split(state[i], of_state);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-        if constexpr (kReads) read_rows<kQueryParts>(greatest<1>(of_state), memory.query, t, i, read[t]);
-        if constexpr (kGives) read_rows<kKeyParts>(greatest<kOfTokens>(of_state), memory.key, t, i, given[t]);
+        if constexpr (kReads) read_rows<kQueryParts>(greatest<kOfReads>(of_state), memory.query, t, i, read[t]);
+        if constexpr (kGives) read_rows<kKeyParts>(greatest<kOfResults>(of_state), memory.key, t, i, given[t]);
         if constexpr (kFinds && !kReverse) read_rows<kEraserParts>(of_state, memory.eraser, t, i, found[t]);
         if constexpr (kFinds && kReverse)
           read_rows<(kRemoves ? kRemovalParts : kKeyParts)>(of_state, kRemoves ? memory.removal : memory.key, t, i, found[t]);
@@ -382,7 +390,8 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule> {
   template <int of_rows, int of_state>
   FWP_DEVICE static void read_rows(const Factor (&state)[of_state], const Grouped<Bfloat16> (&rows)[kExact], int t, int i,
                                    Product& to) {
-    multiply<of_rows>(to, state, [&](int m, Factor& right) { rows[m].right_transposed(t * kBlock, i * kBlock, right); });
+    Pass::template accumulate<of_rows>(
+        to, state, [&](int m, Factor& right) { rows[m].right_transposed(t * kBlock, i * kBlock, right); });
   }
 
   // x, without the term of A, becomes E or D, also in parts. E begins with the first tokens, D with the last ones.

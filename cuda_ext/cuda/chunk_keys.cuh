@@ -51,50 +51,62 @@ FWP_DEVICE void clear(KeyNumbers& x) {
   for_numbers([&](int t, int e) { x[t][e] = 0; });
 }
 
-// Where a token's decay comes from.
-enum class DecaySource { zero, one, given };
+// The parts that hold a number of an input: one for bfloat16, all three for float32 and float16. So a pass for float32 takes
+// float16, too. Its other factors then have all parts as well, and long sums are added outside of the tensor cores.
+template <int kIn>
+using HalfOf = std::conditional_t<kIn == 1, Bfloat16, Float16>;
 
-// A vector for each token of a chunk in shared memory, in float32 or bfloat16 as it is given.
+// Two adjacent numbers in shared memory.
+template <typename T>
+FWP_DEVICE void load_two(const Grouped<T>& from, int token, int i, float (&to)[2]) {
+  FWP_UNROLL for (int e = 0; e < 2; ++e) to[e] = number(from.at(token, i)[e]);
+}
+template <typename T>
+FWP_DEVICE void store_two(const float (&from)[2], const Grouped<T>& to, int token, int i) {
+  FWP_UNROLL for (int e = 0; e < 2; ++e) to.put(token, i + e, from[e]);
+}
+FWP_DEVICE void load_two(const Grouped<Bfloat16>& from, int token, int i, float (&to)[2]) {
+  const uint32_t pair = from.get(token, i);
+  to[0] = low(pair), to[1] = high(pair);
+}
+FWP_DEVICE void store_two(const float (&from)[2], const Grouped<Bfloat16>& to, int token, int i) {
+  to.put(token, i, pair_of(from[0], from[1]));
+}
+
+// A vector for each token of a chunk in shared memory, in half precision, or as given in that or in float32.
+template <typename Half, bool kOnlyHalf = false>
 struct TokenVectors {
   Grouped<float> in_float32;
   Type type;
 
   FWP_BOTH TokenVectors(Carver& carver, int tokens, int width, Type type_) : type(type_) {
-    if (type == Type::float32)
+    if (!kOnlyHalf && type == Type::float32)
       in_float32 = carver.grouped<float>(tokens, width);
     else
-      in_float32 = {reinterpret_cast<float*>(carver.grouped(tokens, width).data), width + kPadding};
+      in_float32 = {reinterpret_cast<float*>(carver.grouped<Half>(tokens, width).data), width + kPadding};
   }
-  FWP_DEVICE Grouped<Bfloat16> in_bfloat16() const { return {reinterpret_cast<Bfloat16*>(in_float32.data), in_float32.pitch}; }
   // Calls f with the matrix of its type.
   template <typename F>
   FWP_DEVICE void typed(F f) const {
-    type == Type::float32 ? f(in_float32) : f(in_bfloat16());
+    const Grouped<Half> in_half{reinterpret_cast<Half*>(in_float32.data), in_float32.pitch};
+    if constexpr (kOnlyHalf)
+      f(in_half);
+    else
+      type == Type::float32 ? f(in_float32) : f(in_half);
   }
 
   // This lane's numbers of 16, from `first` on.
   FWP_DEVICE void load(int first, KeyNumbers& to) const {
-    const int i = first + own_number();
-    typed([&](const auto& from) { for_numbers([&](int t, int e) { to[t][e] = number(from.at(own_token(t), i)[e]); }); });
+    typed([&](const auto& from) {
+      FWP_UNROLL for (int t = 0; t < kSpan; ++t) load_two(from, own_token(t), first + own_number(), to[t]);
+    });
   }
   FWP_DEVICE void store(int first, const KeyNumbers& from) const {
-    const int i = first + own_number();
-    if (type == Type::float32)
-      for_numbers([&](int t, int e) { in_float32.at(own_token(t), i)[e] = from[t][e]; });
-    else
-      FWP_UNROLL for (int t = 0; t < kSpan; ++t) in_bfloat16().put(own_token(t), i, pair_of(from[t][0], from[t][1]));
+    typed([&](const auto& to) {
+      FWP_UNROLL for (int t = 0; t < kSpan; ++t) store_two(from[t], to, own_token(t), first + own_number());
+    });
   }
 };
-template <typename From>
-FWP_DEVICE void load_pairs(const From& from, int first, KeyNumbers& to) {
-  FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
-    const uint32_t pair = from.get(own_token(t), first + own_number());
-    to[t][0] = low(pair), to[t][1] = high(pair);
-  }
-}
-FWP_DEVICE void store_pairs(const KeyNumbers& from, int first, const Grouped<Bfloat16>& to) {
-  FWP_UNROLL for (int t = 0; t < kSpan; ++t) to.put(own_token(t), first + own_number(), pair_of(from[t][0], from[t][1]));
-}
 
 // A lane's part of 16 numbers of the keys. whole[n]: the product of all decays of the neighboring block of 2^n groups, in the
 // order of the tokens.
@@ -136,7 +148,7 @@ struct DecayProducts {
   FWP_DEVICE DecayProducts(const KeySlice& keys) {
     for_numbers([&](int t, int e) {
       if (kBefore)
-        from_start[t][e] = t > 1 ? from_start[t - 1][e] * keys.decay[t - 1][e] : t > 0 ? keys.decay[0][e] : 1;
+        from_start[t][e] = t > 0 ? from_start[t - 1][e] * keys.decay[t - 1][e] : 1;
       else
         from_start[t][e] = t > 0 ? from_start[t - 1][e] * keys.decay[t][e] : keys.decay[t][e];
     });
@@ -219,26 +231,32 @@ FWP_DEVICE void put_scaled(const KeySlice& keys, const DecayProducts<kGroups, kB
   __syncwarp();
 }
 
-// The tokens of a chunk in shared memory, vectors of `width` numbers.
-template <bool kRemoves>
-struct KeyTokens {
-  Grouped<Bfloat16> query, key;
-  TokenVectors decay, removal_key, removal;
-  float *rate, *source;
+// Where a token's decay comes from, if not from its vector: zero, or one.
+constexpr float kGiven = 2;
 
-  FWP_BOTH KeyTokens(Carver& carver, int width, Type of_decay, Type of_removal_key = {}, Type of_removal = {})
-      : query(carver.grouped(kChunkTokens, width)), key(carver.grouped(kChunkTokens, width)),
-        decay(carver, kChunkTokens, width, of_decay),
+// The tokens of a chunk in shared memory, vectors of `width` numbers. by_key: whether decays are vectors. If not, `source` has
+// them, otherwise kGiven or what replaces them.
+template <int kIn, bool kRemoves>
+struct KeyTokens {
+  TokenVectors<HalfOf<kIn>, kIn == 1> query, key;
+  TokenVectors<HalfOf<kIn>> decay, removal_key, removal;
+  float *rate, *source;
+  bool by_key;
+
+  FWP_BOTH KeyTokens(Carver& carver, int width, Type type, Type of_decay, bool by_key_, Type of_removal_key = {},
+                     Type of_removal = {})
+      : query(carver, kChunkTokens, width, type), key(carver, kChunkTokens, width, type),
+        decay(carver, by_key_ ? kChunkTokens : 0, width, of_decay),
         removal_key(carver, kRemoves ? kChunkTokens : 0, width, of_removal_key),
         removal(carver, kRemoves ? kChunkTokens : 0, width, of_removal), rate(carver.take<float>(kChunkTokens)),
-        source(carver.take<float>(kChunkTokens)) {}
+        source(carver.take<float>(kChunkTokens)), by_key(by_key_) {}
 
-  // The decays of 16 numbers, from `first` on: given ones, or zero or one.
+  // The decays of 16 numbers, from `first` on.
   FWP_DEVICE void load_decays(int first, KeySlice& to) const {
-    decay.load(first, to.decay);
+    if (by_key) decay.load(first, to.decay);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
       const float from = source[own_token(t)];
-      if (from != float(DecaySource::given)) to.decay[t][0] = to.decay[t][1] = from;
+      if (!by_key || from != kGiven) to.decay[t][0] = to.decay[t][1] = from;
     }
     to.find_whole();
   }
@@ -250,10 +268,10 @@ struct KeyTokens {
   }
   FWP_DEVICE void clear_beginnings(KeyNumbers& x) const {
     FWP_UNROLL for (int t = 0; t < kSpan; ++t)
-      if (source[own_token(t)] == float(DecaySource::zero)) x[t][0] = x[t][1] = 0;
+      if (source[own_token(t)] == 0) x[t][0] = x[t][1] = 0;
   }
   FWP_DEVICE void load_keys(int first, KeyNumbers& to) const {
-    load_pairs(key, first, to);
+    key.load(first, to);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
       const float b = rate[own_token(t)];
       to[t][0] *= b, to[t][1] *= b;
@@ -261,25 +279,80 @@ struct KeyTokens {
   }
 };
 
-// kRows: a multiple of 16, at least Dk. The inputs `rate`, and along the keys `decay`, `removal_key` and `removal`.
-template <int kRows, Rule kRule>
+// Values or gradients of outputs of a chunk, 32 tokens, and how a warp has 16 columns of them as rows: as factors, or as numbers.
+template <int kIn>
+struct ValueTile : TokenVectors<HalfOf<kIn>> {
+  using TokenVectors<HalfOf<kIn>>::TokenVectors;
+
+  FWP_DEVICE void load(int t, int column, Product& to) const {
+    this->typed([&](const auto& from) {
+      for_elements(to, [&](int j, int s, float& x) { x = number(*from.at(t * kBlock + s, column + j)); });
+    });
+  }
+  template <bool kAlign>
+  FWP_DEVICE void load(int column, Factor (&to)[kChunkBlocks][kIn]) const {
+    Product x[kChunkBlocks];
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) load(t, column, x[t]);
+    if constexpr (kAlign)
+      split_rows(x, to);
+    else
+      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) split(x[t], to[t]);
+  }
+};
+template <>
+struct ValueTile<1> {
+  Shared numbers;
+
+  FWP_BOTH ValueTile(Carver& carver, int tokens, int width, Type) : numbers(carver.matrix(tokens, width)) {}
+  template <typename F>
+  FWP_DEVICE void typed(F f) const {
+    f(numbers);
+  }
+  FWP_DEVICE void load(int t, int column, Product& to) const {
+    Factor factor;
+    numbers.left_transposed(t * kBlock, column, factor);
+    unpack(factor, to);
+  }
+  template <bool kAlign>
+  FWP_DEVICE void load(int column, Factor (&to)[kChunkBlocks][1]) const {
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) numbers.left_transposed(t * kBlock, column, to[t][0]);
+  }
+};
+
+// kRows: a multiple of 16, at least Dk. The inputs `rate`, `decay` along the keys or for a head, and along the keys
+// `removal_key` and `removal`.
+template <int kRows, Rule kRule, int kIn>
 struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, true> {
   static constexpr bool kErases = erases_of(kRule) == Erases::kKey, kRemoves = erases_of(kRule) == Erases::kRemoval;
   static constexpr bool kSolves = kErases || kRemoves;  // for E
   static constexpr bool kFadesValues = fades_of(kRule) == Fades::kKeyAndValue;
   using Base = ChunkPass<kRows, kSolves, true>;
-  using Tokens = KeyTokens<kRemoves>;
+  using Tokens = KeyTokens<kIn, kRemoves>;
+  // Parts of factors of results: products of tokens, and states that are read.
+  static constexpr int kOfResults = kIn == 1 ? kOfTokens : kExact, kOfReads = kIn;
   // Without solving, a transition is a vector, which costs little. Where values fade, it would be two: there are no segments.
-  static constexpr int kLeastSegments = kSolves ? 4 : kFadesValues ? 1 << 20 : 2;
+  // Nor are there in float32, to have fewer kernels.
+  static constexpr bool kHasSegments = !kFadesValues && kIn == 1;
+  static constexpr int kLeastSegments = !kHasSegments ? 1 << 20 : kSolves ? 4 : 2;
   // The stored scores: P in parts, as exact as what depends on it, then -A (of a removal -Y) as in Scores, X, and -R.
-  static constexpr int kScoreParts = kErases ? kExact : kOfTokens;
+  static constexpr int kScoreParts = kErases ? kExact : kOfResults;
   static constexpr int kErased = kScoreParts, kReadRemoved = kErased + kExact, kFound = kReadRemoved + kExact;
   static constexpr int kScoreMatrices = kRemoves ? kFound + kExact : kErases ? kErased + kExact : kScoreParts;
 
   Brought removal_key, removal;
+  bool by_key;  // whether decays are vectors; always in bfloat16, whose other decays have kernels of their own
 
   FWP_BOTH Tokens take_tokens(Carver& carver) const {
-    return {carver, kRows, this->decay.type, removal_key.type, removal.type};
+    return {carver, kRows, this->query.type, this->decay.type, kIn == 1 || by_key, removal_key.type, removal.type};
+  }
+
+  // c += a b, where load(n, b) loads part n of b.
+  template <int of_b, int of_a, typename Load>
+  FWP_DEVICE static void accumulate(Product& c, const Factor (&a)[of_a], Load load) {
+    if constexpr (kIn == 1)
+      multiply<of_b>(c, a, load);
+    else
+      add_product<of_b>(c, a, load);
   }
 
   // The chunk of a block that has only one: then the slabs are chunks.
@@ -302,30 +375,31 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
     Base::put_starts(all, starts);
   }
   FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const Tokens& to) const {
-    this->bring_keys(this->query, starts[0], n, to.query);
-    this->bring_keys(this->key, starts[1], n, to.key);
-    bring_vectors(this->decay, starts[2], n, to.decay);
+    bring_vectors(this->query, starts[0], n, to.query);
+    bring_vectors(this->key, starts[1], n, to.key);
+    if (to.by_key) bring_vectors(this->decay, starts[2], n, to.decay);
     if constexpr (kRemoves) {
       bring_vectors(removal_key, starts[4], n, to.removal_key);
       bring_vectors(removal, starts[5], n, to.removal);
     }
   }
-  FWP_DEVICE void bring_vectors(const Brought& from, const char* start, int64_t n, const TokenVectors& to) const {
+  template <typename Vectors>
+  FWP_DEVICE void bring_vectors(const Brought& from, const char* start, int64_t n, const Vectors& to) const {
     to.typed([&](const auto& target) { this->bring_keys(from, start, n, target); });
   }
-  FWP_DEVICE void store_vectors(const Output& to, int64_t n, const TokenVectors& from) const {
+  template <typename Vectors>
+  FWP_DEVICE void store_vectors(const Output& to, int64_t n, const Vectors& from) const {
     from.typed([&](const auto& source) { this->store_keys(to, n, source); });
   }
 
-  // As in ChunkPass, but the decays are among the tokens.
   FWP_DEVICE Scalars ask(const char* const* starts, const char* documents, int64_t n) const {
-    return Base::ask(starts[3], nullptr, documents, n);
+    return Base::ask(starts[3], kIn == 1 || by_key ? nullptr : starts[2], documents, n);
   }
   FWP_DEVICE void put_scalars(const Scalars& asked, const Tokens& to) const {
     if (this->warp() > 0) return;
     to.rate[lane()] = number_of(this->rate.type, asked.rate);
-    to.source[lane()] =
-        float(!asked.there ? DecaySource::one : asked.begins ? DecaySource::zero : DecaySource::given);
+    const float decay = to.by_key ? kGiven : this->decay.data ? number_of(this->decay.type, asked.decay) : 1;
+    to.source[lane()] = !asked.there ? 1 : asked.begins ? 0 : decay;
   }
 };
 

@@ -266,6 +266,7 @@ struct ChunkPass {
     });
   }
   FWP_DEVICE void store_errors(float* to, int64_t n, int t, Product& errors) const {
+    if (!to) return;
     float* const data = to + first_token(n) * size.columns;
     const int tokens = count(n), first = first_column() + own_column();
     for_elements(errors, [&](int j, int s, float x) {
@@ -436,7 +437,8 @@ struct ChunkPass {
   }
 
   // Stores the transposed results of this warp's columns. They go through shared memory that only this warp uses.
-  FWP_DEVICE void store_results(const Output& to, int64_t n, Product (&results)[kChunkBlocks], const Shared& through) const {
+  template <typename Through>
+  FWP_DEVICE void store_results(const Output& to, int64_t n, Product (&results)[kChunkBlocks], const Through& through) const {
     __syncwarp();
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       for_elements(results[t], [&](int j, int s, float x) { through.put(t * kBlock + s, own_column() + j, x); });
@@ -445,11 +447,11 @@ struct ChunkPass {
   }
 
   // Stores one number per token: the sum of those of all warps, (warps, 32). The first warp does it.
-  FWP_DEVICE void store_sums(const Output& to, int64_t n, const float* parts) const {
+  FWP_DEVICE void store_sums(const Output& to, int64_t n, const float* parts, bool is_zero = false) const {
     if (warp() > 0) return;
     float sum = 0;
     FWP_UNROLL_BY(1) for (int w = 0; w < warps; ++w) sum += parts[w * kChunkTokens + lane()];
-    store_scalar(to, n, sum);
+    store_scalar(to, n, is_zero ? 0 : sum);
   }
 
   // Stores `width` numbers of each token of chunk n from shared memory, 16 bytes at a time if possible: from `column` of `from`,
@@ -484,10 +486,9 @@ struct ChunkPass {
   FWP_DEVICE void store_scalar(const Output& to, int64_t n, float x) const {
     const int t = int(threadIdx.x);
     if (!to.data || t >= count(n)) return;
-    if (to.type == Type::float32)
-      static_cast<float*>(to.data)[first_token(n) + t] = x;
-    else
-      round_to(x, static_cast<Bfloat16*>(to.data)[first_token(n) + t]);
+    with_element<float>(to.type, [&](auto* number) {
+      round_to(x, static_cast<decltype(number)>(to.data)[first_token(n) + t]);
+    });
   }
 };
 

@@ -14,24 +14,30 @@ struct Kernels {
   static constexpr Erases kErases = erases_of(rule);
   static constexpr bool kDecays = kFades != Fades::kNothing, kByHead = kFades == Fades::kHead;
   static constexpr bool kByKey = fades_by_key(kFades), kErasesKey = kErases == Erases::kKey;
+  static constexpr Rule kRuleByKey = with_decays_by_key(rule);
 
-  // Whether a pass is in chunks. With decays both are or none. Without, the forward pass leaves nothing that depends on it, and
-  // documents have no chunks.
-  static bool in_chunks(const Call& call, const Gpu& gpu, bool is_backward) {
+  // How a pass is computed: token by token, or in chunks, with kernels of decays by key or with simpler ones. With decays both
+  // passes are in the same way. Without, the forward pass leaves nothing that depends on it.
+  enum class Way { scan, chunks, chunks_by_key };
+
+  static Way way(const Call& call, const Gpu& gpu, bool is_backward) {
     const ScanSize size = scan_size(call);
-    if constexpr (kByKey) return choose_chunk_keys<rule>(size, call.type, gpu);
-    else if (!kDecays && call.first) return false;
-    else if (!kDecays && !is_backward) return choose_chunks(size, call.type);
-    else return choose_chunks_backward<kErasesKey, kDecays>(size, call.type, gpu);
+    if (kByKey || call.type != Type::bfloat16)
+      return choose_chunk_keys<kRuleByKey>(size, call.type, gpu) ? Way::chunks_by_key : Way::scan;
+    if constexpr (!kByKey) {
+      const bool fits = kDecays || is_backward ? choose_chunks_backward<kErasesKey, kDecays>(size, gpu) : choose_chunks(size);
+      if (fits && (kDecays || !call.first)) return Way::chunks;  // without decays, they do not take documents
+    }
+    return Way::scan;
   }
 
   static size_t workspace(const Call& call, bool is_backward) {
     Gpu gpu;
     if (query(&gpu)) return 0;  // the launch reports the error
-    if (in_chunks(call, gpu, is_backward)) {
-      if constexpr (kByKey) return chunk_keys_workspace<rule>(call, is_backward);
-      else return chunk_workspace<kErasesKey, kDecays>(call, is_backward);
-    }
+    const Way how = way(call, gpu, is_backward);
+    if (how == Way::chunks_by_key) return chunk_keys_workspace<kRuleByKey>(call, is_backward);
+    if constexpr (!kByKey)
+      if (how == Way::chunks) return chunk_workspace<kErasesKey, kDecays>(call, is_backward);
     size_t bytes = 0;
     if (is_backward)
       with_number(call, [&](auto zero) -> const char* {
@@ -63,10 +69,10 @@ struct Kernels {
   static const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
     Gpu gpu;
     if (const char* error = query(&gpu)) return error;
-    if (in_chunks(call, gpu, false)) {
-      if constexpr (kByKey) return chunk_keys_forward<rule>(call, in, to, gpu);
-      else return chunk_forward<kErasesKey, kDecays>(call, in, to, gpu);
-    }
+    const Way how = way(call, gpu, false);
+    if (how == Way::chunks_by_key) return chunk_keys_forward<kRuleByKey>(call, in, to, gpu);
+    if constexpr (!kByKey)
+      if (how == Way::chunks) return chunk_forward<kErasesKey, kDecays>(call, in, to, gpu);
     return with_number(call, [&](auto zero) {
       using A = decltype(zero);
       using Scan = RecurrentForward<A, kFades, kErases>;
@@ -84,10 +90,10 @@ struct Kernels {
   static const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
     Gpu gpu;
     if (const char* error = query(&gpu)) return error;
-    if (in_chunks(call, gpu, true)) {
-      if constexpr (kByKey) return chunk_keys_backward<rule>(call, in, more, to, gpu);
-      else return chunk_backward<kErasesKey, kDecays>(call, in, more, to, gpu);
-    }
+    const Way how = way(call, gpu, true);
+    if (how == Way::chunks_by_key) return chunk_keys_backward<kRuleByKey>(call, in, more, to, gpu);
+    if constexpr (!kByKey)
+      if (how == Way::chunks) return chunk_backward<kErasesKey, kDecays>(call, in, more, to, gpu);
     return with_number(call, [&](auto zero) {
       using A = decltype(zero);
       using Scan = RecurrentBackward<A, kFades, kErases>;

@@ -73,12 +73,12 @@ ChunkBackward<kRows, kErases, kFades> sized_backward(const ScanSize& size) {
 
 // The backward pass has all columns of a head in one block, because gradients of keys sum over them. It needs more shared
 // memory.
-inline bool choose_chunks_backward(const ScanSize& size, Type type) {
-  return choose_chunks(size, type) && size.columns <= kChunkWarps * kBlock;
+inline bool choose_chunks_backward(const ScanSize& size) {
+  return choose_chunks(size) && size.columns <= kChunkWarps * kBlock;
 }
 template <bool kErases, bool kFades>
-bool choose_chunks_backward(const ScanSize& size, Type type, const Gpu& gpu) {
-  return choose_chunks_backward(size, type) && with_rows(size.rows, [&](auto rows) {
+bool choose_chunks_backward(const ScanSize& size, const Gpu& gpu) {
+  return choose_chunks_backward(size) && with_rows(size.rows, [&](auto rows) {
            return chunk_bytes(sized_backward<decltype(rows)::value, kErases, kFades>(size)) <= gpu.shared_bytes;
          });
 }
@@ -233,13 +233,29 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
   });
 }
 
-// Decays by key.
+// Decays by key; in float32 and float16, all rules.
+
+// The rule with decays by key that has this one as a case.
+constexpr Rule with_decays_by_key(Rule rule) {
+  switch (rule) {
+    case Rule::sum: case Rule::gated: return Rule::gated_by_key;
+    case Rule::delta: case Rule::gated_delta: return Rule::gated_delta_by_key;
+    default: return rule;
+  }
+}
+
+// Calls f with the number of parts that hold an input of this type, a constant.
+template <typename F>
+auto with_parts(Type type, F f) {
+  return type == Type::bfloat16 ? f(std::integral_constant<int, 1>{}) : f(std::integral_constant<int, kExact>{});
+}
 
 template <typename Pass>
 void set_keys(Pass& pass, const ScanSize& size, const Inputs& in) {
   set_size(pass, size);
   pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows};
-  pass.rate = {in.rate, 1}, pass.decay = {in.key_decay, size.rows};
+  pass.by_key = in.key_decay.data;
+  pass.rate = {in.rate, 1}, pass.decay = in.key_decay.data ? Brought{in.key_decay, size.rows} : Brought{in.head_decay, 1};
   pass.removal_key = {in.removal_key, size.rows}, pass.removal = {in.removal, size.rows};
 }
 
@@ -281,89 +297,104 @@ inline ScanSize values_as_keys(ScanSize size) {
   return size;
 }
 
+constexpr bool keeps_states(Rule rule) { return rule != Rule::sum && rule != Rule::delta; }
+
 // Device memory in bytes, and its parts.
-template <int kRows, Rule kRule>
+template <int kRows, Rule kRule, int kIn>
 struct KeyMemory {
-  using Pass = ChunkKeyPass<kRows, kRule>;
+  using Pass = ChunkKeyPass<kRows, kRule, kIn>;
   SegmentMemory<kRows> segments;
-  Bfloat16 *scores, *d_scores, *d_removed;  // d_scores: where values fade; d_removed: D of a removal
-  float* gradients;                         // of the states after each chunk
+  Bfloat16 *scores, *d_scores;  // d_scores: where values fade
+  void* d_removed;              // D of a removal, in the type of the values
+  float *kept, *gradients;      // the states after each chunk, if the forward pass has not kept them; their gradients
   size_t bytes;
 
-  KeyMemory(const ScanSize& size, void* from, bool is_backward) : segments(sized(size), from) {
-    const int64_t chunks = size.heads * sized(size).chunks(), numbers = int64_t(size.rows) * size.columns;
-    scores = segments.template take<Bfloat16>(chunks * Pass::kScoreMatrices * kMatrix);
-    d_scores = segments.template take<Bfloat16>(is_backward && Pass::kFadesValues ? chunks * kOfTokens * kMatrix : 0);
-    d_removed = segments.template take<Bfloat16>(is_backward && Pass::kRemoves ? size.heads * size.length * size.columns : 0);
-    gradients = segments.template take<float>(is_backward ? chunks * numbers : 0);
-    bytes = size_t(segments.next) - size_t(from);
-  }
+  KeyMemory(const Call& call, bool is_backward) : KeyMemory(scan_size(call), call, is_backward) {}
 
  private:
-  static ChunkKeyScores<kRows, kRule> sized(const ScanSize& size) {
-    ChunkKeyScores<kRows, kRule> pass{};
+  KeyMemory(const ScanSize& size, const Call& call, bool is_backward) : segments(sized(size), call.workspace) {
+    const int64_t chunks = size.heads * sized(size).chunks(), numbers = int64_t(size.rows) * size.columns;
+    const int64_t values = size.heads * size.length * size.columns;
+    scores = segments.template take<Bfloat16>(chunks * Pass::kScoreMatrices * kMatrix);
+    d_scores = segments.template take<Bfloat16>(is_backward && Pass::kFadesValues ? chunks * Pass::kOfResults * kMatrix : 0);
+    d_removed = segments.template take<char>(is_backward && Pass::kRemoves ? values * bytes_of(call.type) : 0);
+    kept = segments.template take<float>(is_backward && !keeps_states(call.rule) ? chunks * numbers : 0);
+    gradients = segments.template take<float>(is_backward ? chunks * numbers : 0);
+    bytes = size_t(segments.next) - size_t(call.workspace);
+  }
+  static ChunkKeyScores<kRows, kRule, kIn> sized(const ScanSize& size) {
+    ChunkKeyScores<kRows, kRule, kIn> pass{};
     set_size(pass, size);
     return pass;
   }
 };
 
 template <Rule kRule>
-size_t chunk_keys_workspace(const Call& call, bool is_backward) {
-  const ScanSize size = scan_size(call);
-  return with_rows(size.rows, [&](auto rows) {
-    return KeyMemory<decltype(rows)::value, kRule>(size, nullptr, is_backward).bytes;
+size_t chunk_keys_workspace(Call call, bool is_backward) {
+  call.workspace = nullptr;
+  return with_parts(call.type, [&](auto in) {
+    return with_rows(call.size.Dk, [&](auto rows) {
+      return KeyMemory<decltype(rows)::value, kRule, decltype(in)::value>(call, is_backward).bytes;
+    });
   });
 }
 
-// Shared memory of a pass from chunk to chunk, at most.
+// Shared memory of a pass from chunk to chunk, at most. Inputs whose types are not known here count as float32.
 template <typename Pass>
-size_t key_states_bytes(const ScanSize& size, bool ends) {
+size_t key_states_bytes(const ScanSize& size, bool ends = false) {
   Pass pass{};
-  pass.size = size;
+  pass.size = size, pass.by_key = true;
   const int columns = ends ? pass.ends_columns() : size.columns;
   pass.warps = at_least_power_of_two((int64_t(columns) + kBlock - 1) / kBlock, kChunkWarps);
   return chunk_bytes(pass);
+}
+template <int kRows, Rule kRule, int kIn>
+size_t key_chunks_bytes(const ScanSize& size) {
+  auto gradients = make_of_chunks<ChunkKeyGradients<kRows, kRule, kIn>>(size, {});
+  ChunkKeyScores<kRows, kRule, kIn> scores{};
+  gradients.by_key = scores.by_key = true;
+  return std::max(chunk_bytes(scores), chunk_bytes(gradients));
+}
+template <int kRows, Rule kRule, int kIn>
+size_t key_bytes(const ScanSize& size) {
+  const size_t most = std::max({key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, false>>(size),
+                                key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, true>>(size),
+                                key_chunks_bytes<kRows, kRule, kIn>(size)});
+  if constexpr (!ChunkKeyPass<kRows, kRule, kIn>::kHasSegments) return most;
+  else return std::max({most, key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, false, true>>(size, true),
+                        key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, true, true>>(size, true)});
 }
 
 template <Rule kRule>
 bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
   constexpr bool kFadesValues = fades_of(kRule) == Fades::kKeyAndValue;
-  if (!choose_chunks(size, type) || (kFadesValues && size.columns > kMostRowsForChunks)) return false;
-  const auto of_chunks = [](const ScanSize& size) {
-    return with_rows(size.rows, [&](auto rows) {
-      constexpr int kRows = decltype(rows)::value;
-      return std::max(chunk_bytes(ChunkKeyScores<kRows, kRule>{}),
-                      chunk_bytes(make_of_chunks<ChunkKeyGradients<kRows, kRule>>(size, {})));
-    });
-  };
-  const size_t of_states = with_rows(size.rows, [&](auto rows) {
-    constexpr int kRows = decltype(rows)::value;
-    const size_t most = std::max(key_states_bytes<ChunkKeyStates<kRows, kRule, false>>(size, false),
-                                 key_states_bytes<ChunkKeyStates<kRows, kRule, true>>(size, false));
-    if constexpr (kFadesValues) return most;
-    else return std::max({most, key_states_bytes<ChunkKeyStates<kRows, kRule, false, true>>(size, true),
-                          key_states_bytes<ChunkKeyStates<kRows, kRule, true, true>>(size, true)});
+  if (!choose_chunks(size) || type == Type::float64 || (kFadesValues && size.columns > kMostRowsForChunks)) return false;
+  return with_parts(type, [&](auto in) {
+    constexpr int kIn = decltype(in)::value;
+    size_t most = with_rows(size.rows, [&](auto rows) { return key_bytes<decltype(rows)::value, kRule, kIn>(size); });
+    if (kFadesValues)
+      most = std::max(most, with_rows(size.columns, [&](auto rows) {
+                        return key_chunks_bytes<decltype(rows)::value, kRule, kIn>(values_as_keys(size));
+                      }));
+    return most <= gpu.shared_bytes;
   });
-  size_t most = std::max(of_states, of_chunks(size));
-  if (kFadesValues) most = std::max(most, of_chunks(values_as_keys(size)));
-  return most <= gpu.shared_bytes;
 }
 
-template <int kRows, Rule kRule>
+template <int kRows, Rule kRule, int kIn>
 const char* run_key_scores(const ScanSize& size, const Inputs& in, Bfloat16* to, const Gpu& gpu, void* stream) {
-  auto pass = make_of_chunks<ChunkKeyScores<kRows, kRule>>(size, in);
+  auto pass = make_of_chunks<ChunkKeyScores<kRows, kRule, kIn>>(size, in);
   pass.scores = to;
   return launch_chunks(pass, gpu, stream);
 }
 
 // Compute the scores, then run the pass from chunk to chunk.
-template <int kRows, Rule kRule, bool kReverse>
-const char* run_key_states(ChunkKeyStates<kRows, kRule, kReverse>& pass, const ScanSize& size, const Inputs& in,
-                           const Tokens& value, const KeyMemory<kRows, kRule>& memory, const Gpu& gpu, void* stream) {
-  if (const char* error = run_key_scores<kRows, kRule>(size, in, memory.scores, gpu, stream)) return error;
-  if constexpr (!pass.kFadesValues)
+template <int kRows, Rule kRule, int kIn, bool kReverse>
+const char* run_key_states(ChunkKeyStates<kRows, kRule, kIn, kReverse>& pass, const ScanSize& size, const Inputs& in,
+                           const Tokens& value, const KeyMemory<kRows, kRule, kIn>& memory, const Gpu& gpu, void* stream) {
+  if (const char* error = run_key_scores<kRows, kRule, kIn>(size, in, memory.scores, gpu, stream)) return error;
+  if constexpr (pass.kHasSegments)
     if (pass.log_segments > 0) {
-      using Ends = ChunkKeyStates<kRows, kRule, kReverse, true>;
+      using Ends = ChunkKeyStates<kRows, kRule, kIn, kReverse, true>;
       const auto ends = make_key_states<Ends>(size, in, value, memory.scores, pass.ends_columns(), gpu);
       const Transition transition = pass.kSolves ? Transition::matrix : Transition::rows;
       const char* const error = find_boundaries(ends, memory.segments, pass.initial, transition, kReverse, gpu, stream);
@@ -373,66 +404,95 @@ const char* run_key_states(ChunkKeyStates<kRows, kRule, kReverse>& pass, const S
   return launch_chunks(pass, gpu, stream);
 }
 
-template <Rule kRule>
-const char* chunk_keys_forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
+template <int kRows, Rule kRule, int kIn>
+const char* forward_by_key(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
   const ScanSize size = scan_size(call);
-  return with_rows(size.rows, [&](auto rows) {
-    constexpr int kRows = decltype(rows)::value;
-    const KeyMemory<kRows, kRule> memory(size, call.workspace, false);
-    auto pass = make_key_states<ChunkKeyStates<kRows, kRule, false>>(size, in, in.v, memory.scores, size.columns, gpu);
-    pass.initial = matrices<float>(in.state, call.size);
-    pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
-    pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
-    return run_key_states(pass, size, in, in.v, memory, gpu, call.stream);
-  });
+  const KeyMemory<kRows, kRule, kIn> memory(call, false);
+  auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kIn, false>>(size, in, in.v, memory.scores, size.columns, gpu);
+  pass.initial = matrices<float>(in.state, call.size);
+  pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
+  pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
+  return run_key_states(pass, size, in, in.v, memory, gpu, call.stream);
+}
+
+// Compute the states after each chunk again, from what was written.
+template <int kRows, int kIn>
+const char* keep_states(const Call& call, const Inputs& in, const Tokens& written, float* kept, const Gpu& gpu) {
+  const ScanSize size = scan_size(call);
+  using Pass = ChunkKeyStates<kRows, Rule::gated_by_key, kIn, false>;
+  auto pass = make_key_states<Pass>(size, in, written, nullptr, size.columns, gpu);
+  pass.initial = matrices<float>(in.state, call.size), pass.kept = kept;
+  return launch_chunks(pass, gpu, call.stream);
 }
 
 // The gradients of all chunks, with states whose rows and columns are so many numbers apart.
-template <int kRows, Rule kRule>
-ChunkKeyGradients<kRows, kRule> make_key_gradients(const ScanSize& size, const Inputs& in, const Tokens& d_out,
-                                                   const Backward& more, const float* gradients, int row, int column) {
-  auto pass = make_of_chunks<ChunkKeyGradients<kRows, kRule>>(size, in);
+template <int kRows, Rule kRule, int kIn>
+ChunkKeyGradients<kRows, kRule, kIn> make_key_gradients(const ScanSize& size, const Inputs& in, const Tokens& d_out,
+                                                        const float* kept, const float* gradients, int row, int column) {
+  auto pass = make_of_chunks<ChunkKeyGradients<kRows, kRule, kIn>>(size, in);
   pass.value = {in.v, size.columns}, pass.d_out = {d_out, size.columns};
   pass.value_decay = {in.value_decay, size.columns};
-  pass.initial = static_cast<const float*>(in.state), pass.kept = static_cast<const float*>(more.kept);
+  pass.initial = static_cast<const float*>(in.state), pass.kept = kept;
   pass.gradients = gradients, pass.row = row, pass.column = column;
   pass.in_pairs = column == 1 && size.columns % 2 == 0 && reinterpret_cast<uintptr_t>(in.state) % 8 == 0 &&
-                  reinterpret_cast<uintptr_t>(more.kept) % 8 == 0;
+                  reinterpret_cast<uintptr_t>(kept) % 8 == 0;
   return pass;
 }
 
-template <Rule kRule>
-const char* chunk_keys_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
-                                const Gpu& gpu) {
+template <int kRows, Rule kRule, int kIn>
+const char* backward_by_key(const Call& call, const Inputs& in, const Backward& more, const Gradients& to, const Gpu& gpu) {
   const ScanSize size = scan_size(call);
-  return with_rows(size.rows, [&](auto rows) -> const char* {
-    constexpr int kRows = decltype(rows)::value;
-    const KeyMemory<kRows, kRule> memory(size, call.workspace, true);
-    auto pass = make_key_states<ChunkKeyStates<kRows, kRule, true>>(size, in, more.d_out, memory.scores, size.columns, gpu);
-    pass.initial = matrices<float>(more.d_state, call.size);
-    pass.last = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
-    const Target d_removed{pass.kRemoves ? memory.d_removed : to.v.data, Type::bfloat16};
-    pass.d_removed = d_removed;
-    if (const char* error = run_key_states(pass, size, in, more.d_out, memory, gpu, call.stream)) return error;
-    auto gradients = make_key_gradients<kRows, kRule>(size, in, more.d_out, more, memory.gradients, size.columns, 1);
-    gradients.removed = {more.retrieved, size.columns};
-    gradients.d_removed = {contiguous_tokens(d_removed, call.size), size.columns};
-    gradients.d_q = to.q, gradients.d_k = to.k, gradients.d_rate = to.rate, gradients.d_decay = to.key_decay;
-    gradients.d_removal_key = to.removal_key, gradients.d_removal = to.removal;
-    if constexpr (!pass.kFadesValues) return launch_chunks(gradients, gpu, call.stream);
-    else {
-      const Inputs swapped = values_as_keys(in, more.d_out);
-      const ScanSize of_values = values_as_keys(size);
-      gradients.d_scores = memory.d_scores;
-      return with_rows(of_values.rows, [&](auto rows) -> const char* {
-        constexpr int kRows = decltype(rows)::value;
-        if (const char* error = run_key_scores<kRows, kRule>(of_values, swapped, memory.d_scores, gpu, call.stream)) return error;
-        if (const char* error = launch_chunks(gradients, gpu, call.stream)) return error;
-        auto of_v = make_key_gradients<kRows, kRule>(of_values, swapped, in.q, more, memory.gradients, 1, size.columns);
-        of_v.d_scores = memory.scores, of_v.d_k = to.v, of_v.d_decay = to.value_decay;
-        return launch_chunks(of_v, gpu, call.stream);
-      });
+  const KeyMemory<kRows, kRule, kIn> memory(call, true);
+  auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kIn, true>>(size, in, more.d_out, memory.scores, size.columns, gpu);
+  pass.initial = matrices<float>(more.d_state, call.size);
+  pass.last = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
+  const Target d_removed{pass.kRemoves ? memory.d_removed : to.v.data, call.type};
+  pass.d_removed = d_removed;
+  const float* kept = static_cast<const float*>(more.kept);
+  if constexpr (kIn > 1)
+    if (!keeps_states(call.rule)) {
+      const Tokens& written = pass.kErases ? more.retrieved : in.v;
+      if (const char* error = keep_states<kRows, kIn>(call, in, written, memory.kept, gpu)) return error;
+      kept = memory.kept;
     }
+  if (const char* error = run_key_states(pass, size, in, more.d_out, memory, gpu, call.stream)) return error;
+  auto of_k = make_key_gradients<kRows, kRule, kIn>(size, in, more.d_out, kept, memory.gradients, size.columns, 1);
+  of_k.removed = {more.retrieved, size.columns};
+  of_k.d_removed = {contiguous_tokens(d_removed, call.size), size.columns};
+  of_k.d_q = to.q, of_k.d_k = to.k, of_k.d_rate = to.rate;
+  of_k.d_decay = in.key_decay.data ? to.key_decay : to.head_decay;
+  of_k.d_removal_key = to.removal_key, of_k.d_removal = to.removal;
+  of_k.d_scores = memory.d_scores;
+  if constexpr (pass.kFadesValues) {
+    const Inputs swapped = values_as_keys(in, more.d_out);
+    const ScanSize of_values = values_as_keys(size);
+    const char* const failed = with_rows(of_values.rows, [&](auto rows) -> const char* {
+      constexpr int kOfValues = decltype(rows)::value;
+      if (const char* error = run_key_scores<kOfValues, kRule, kIn>(of_values, swapped, memory.d_scores, gpu, call.stream))
+        return error;
+      auto of_v = make_key_gradients<kOfValues, kRule, kIn>(of_values, swapped, in.q, kept, memory.gradients, 1, size.columns);
+      of_v.d_scores = memory.scores, of_v.d_k = to.v, of_v.d_decay = to.value_decay;
+      return launch_chunks(of_v, gpu, call.stream);
+    });
+    if (failed) return failed;
+  }
+  return launch_chunks(of_k, gpu, call.stream);
+}
+
+template <Rule kRule>
+const char* chunk_keys_forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
+  return with_parts(call.type, [&](auto parts) {
+    return with_rows(call.size.Dk, [&](auto rows) {
+      return forward_by_key<decltype(rows)::value, kRule, decltype(parts)::value>(call, in, to, gpu);
+    });
+  });
+}
+template <Rule kRule>
+const char* chunk_keys_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to, const Gpu& gpu) {
+  return with_parts(call.type, [&](auto parts) {
+    return with_rows(call.size.Dk, [&](auto rows) {
+      return backward_by_key<decltype(rows)::value, kRule, decltype(parts)::value>(call, in, more, to, gpu);
+    });
   });
 }
 
