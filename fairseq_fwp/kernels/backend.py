@@ -1,16 +1,13 @@
 """Whether compiled kernels run on a device: what they take, and what to say where there are none."""
 
-import sys
 import warnings
 
-import torch
 from torch import Tensor
 
 from .library import load_kernels
 
 # Greatest size of a key or a value, if kernels have a limit: kGreatestSize of cuda_ext/cuda/launchers.h.
 GREATEST_SIZE = {"cuda": 512}
-FLOAT16 = "fairseq_fwp runs float16 without tensor cores: use bfloat16 (--bf16, not --fp16), which runs on them"
 _warned: set[str] = set()
 
 
@@ -26,21 +23,6 @@ def too_large(q: Tensor, v: Tensor, required: bool) -> bool:
         raise RuntimeError(f"no compiled kernel for {q.device.type}: {reason}")
     _warn_once(q.device.type, reason)
     return True
-
-
-def warn_of_float16(q: Tensor) -> None:
-    """Warn once that the CUDA kernels on tensor cores take bfloat16, and not float16."""
-    if q.dtype == torch.float16 and "float16" not in _warned and not torch.compiler.is_compiling():
-        _warned.add("float16")
-        warnings.warn(FLOAT16, RuntimeWarning, stacklevel=_level_of_caller())
-
-
-def _level_of_caller() -> int:
-    """Return the stacklevel, for the function that calls this, of the first frame outside of this package."""
-    package, level, frame = __name__.partition(".")[0], 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def require_kernel(device_type: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.backend import kernel_ready, warn_of_float16
+from ..kernels.backend import kernel_ready
 from . import reference
 from .arguments import (
     PER_KEY,
@@ -86,7 +86,6 @@ def fast_weights(
 ) -> Results:
     """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) for the inputs of :class:`Inputs`."""
     if q.is_cuda:
-        warn_of_float16(q)
         on_tensor_cores = first is not None and q.dtype == torch.bfloat16
         if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
             # There, only kernels with decays take several documents.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..kernels import self_check
-from ..kernels.backend import FLOAT16, require_kernel, too_large
+from ..kernels.backend import require_kernel, too_large
 from . import fla
 from .arguments import PER_VALUE, SHARED_KEY, Results, Shape, check_arguments
 from .operator import define, refuse_double_backward
@@ -230,8 +230,6 @@ def explain(rule: Rule, q: Tensor, v: Tensor) -> str:
     fla_too = _refusal(fla.check_inputs, rule.name, q, v) or "it runs only with backend='fla'"
     other = f"not the kernel: {kernel}" if kernel else "not the reference: it runs only with backend='reference'"
     lines = [f"{rule.name}, {q.dtype} on {q.device}: the {'reference' if kernel else 'kernel'}", other]
-    if not kernel and q.is_cuda and q.dtype == torch.float16:
-        lines.append(FLOAT16)
     if torch.compiler.is_compiling() or is_transformed():
         lines.append(f"a graph keeps the call as one operator, which has no derivative in torch.func: {REFERENCE}")
     return "\n".join([*lines, f"not fla: {fla_too}"])

@@ -37,12 +37,14 @@ SHAPES = [
     (1, 1, 3, 512, 128),
 ]
 HOPPER = 227  # KiB of shared memory that a block has on an H100
-# Rules whose passes in bfloat16 are in chunks.
-IN_CHUNKS = tuple(rule for rule in CASES if not rule.startswith("gdn2"))  # which computes in float32
-# There, gradients of gates in float32 are as exact as bfloat16.
-OF_GATE = dict.fromkeys(
-    ("d_decay", "d_value_decay", "d_rate", "d_removal_key", "d_removal"), torch.finfo(torch.bfloat16).eps
-)
+
+
+def of_gates(dtype):
+    """Return the floors of gates in float32, whose gradients are as exact as those in `dtype`."""
+    return dict.fromkeys(("d_decay", "d_value_decay", "d_rate", "d_removal_key", "d_removal"), torch.finfo(dtype).eps)
+
+
+OF_GATES = of_gates(torch.bfloat16)
 # Few and long enough for segments; the sum needs fewer tokens. Wide values take several slabs of columns.
 SEGMENTED = [
     ("sum", (1, 1, 1030, 16, 160), True),
@@ -50,7 +52,7 @@ SEGMENTED = [
 ]
 AT_NIGHT = [
     (rule, *case)
-    for rule in IN_CHUNKS
+    for rule in CASES
     for case in (
         *(((1, 1, 2060, 20, 33), True), ((1, 2, 2300, 16, 16), False), ((1, 1, 2100, 16, 256), True)),
         *(((1, 1, 2060, 64, 48), False), ((1, 1, 2060, 128, 32), True)),
@@ -141,17 +143,33 @@ def check_accuracy(emulator, rule, shape, dtype, change=lambda given: None, floo
 @every_rule
 def test_as_accurate_as_the_reference(emulator, rule):
     for dtype in [torch.float32, torch.bfloat16, torch.float16]:
-        floors = OF_GATE if dtype == torch.bfloat16 and rule in ("gated", "rwkv7") else {}
+        floors = {} if dtype == torch.float32 or rule not in ("gated", "rwkv7") else of_gates(dtype)
         check_accuracy(emulator, rule, (1, 2, 130, 24, 40), dtype, floors=floors)
 
 
-@pytest.mark.parametrize("rule", IN_CHUNKS)
+@every_rule
 def test_chunks_on_tensor_cores(emulator, rule):
     """In bfloat16, with rows of whole 16-byte pieces and without, the state and its gradient are exact."""
     shapes = [(1, 2, 70, 16, 16), (2, 1, 95, 64, 40), (1, 1, 77, 128, 33), (1, 1, 300, 100, 17)]
     for shape, state in zip(shapes, [True, False] * 2, strict=True):
-        options = {"floors": OF_GATE, "state": state, "layout": "tokens_first"}
+        options = {"floors": OF_GATES, "state": state, "layout": "tokens_first"}
         drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, **options)
+        check_other_orders_and_gpus(emulator, *drawn)
+        check_absent_gradients(emulator, *drawn[:2])
+
+
+@pytest.mark.parametrize("rule", some_fast("delta", "gla", "decay", "gdn2_by_key"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_chunks_of_numbers_in_three_parts(emulator, rule, dtype):
+    """All rules, with decays by key, by head, or none, and with documents."""
+
+    def begin(given):
+        given["first"] = torch.rand(shape[0], shape[2]) < 3 / shape[2]
+        given["first"][0, [0, 32, 33]] = True
+
+    for shape, state in [((2, 1, 95, 24, 40), True), ((1, 1, 130, 64, 17), False)]:
+        drawn = check_accuracy(emulator, rule, shape, dtype, begin, of_gates(dtype), state=state)
+        assert emulator.workspace_bytes(prepare(*drawn[:2])[0], shape, dtype, is_backward=False) > 0
         check_other_orders_and_gpus(emulator, *drawn)
         check_absent_gradients(emulator, *drawn[:2])
 
@@ -168,7 +186,7 @@ def remember(rule, given):
 def test_segments_side_by_side(emulator, rule, shape, state):
     """Few long sequences."""
     change = partial(remember, rule)
-    drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATE, state=state)
+    drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATES, state=state)
     assert emulator.workspace_bytes(prepare(*drawn[:2])[0], shape, torch.bfloat16, is_backward=False) > 0
     check_other_orders_and_gpus(emulator, *drawn)
     check_absent_gradients(emulator, *drawn[:2])
@@ -210,10 +228,10 @@ def test_decays_in_chunks(emulator, rule, kind):
         if kind == "float32" and rule not in ("decay", "dplr_by_key"):  # these have no rates
             given["rate"] = torch.rand(shape[:3])
 
-    check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATE if kind == "float32" else None)
+    check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATES if kind == "float32" else None)
 
 
-@pytest.mark.parametrize("rule", IN_CHUNKS)
+@every_rule
 @pytest.mark.parametrize(
     "shape", [(2, 2, 165, 24, 40), pytest.param((1, 1, 2100, 16, 16), marks=pytest.mark.slow)], ids=str
 )
@@ -226,7 +244,7 @@ def test_documents_in_chunks(emulator, rule, shape):
         given["first"] = torch.rand(shape[0], shape[2]) < 2 / shape[2]
         given["first"][0, [0, 32, 33, 63, 90]] = True
 
-    given, *_, found = drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, begin, OF_GATE)
+    given, *_, found = drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, begin, OF_GATES)
     check_other_orders_and_gpus(emulator, *drawn)
     assert not found["d_decay"].transpose(0, 1)[:, given["first"]].any()
 
@@ -344,7 +362,7 @@ def test_empty_dimensions(emulator, rule):
 )
 def test_nan_stays_in_its_sequence_and_head(emulator, rule, dtype, shape, at):
     """In the forward pass it does not reach earlier tokens, or on the tensor cores earlier chunks, either."""
-    earlier = at // CHUNK * CHUNK if rule in IN_CHUNKS and shape[2] > CHUNK else at
+    earlier = at // CHUNK * CHUNK if shape[2] > CHUNK else at
     for where in ["k", "v"]:
         given, erases = make_case(rule, shape, dtype)
         gradients = cotangents_of(given)

@@ -291,11 +291,3 @@ def test_everything_compiles_links_and_registers(monkeypatch, tmp_path):
     found = run_isolated(script, LD_LIBRARY_PATH=":".join([str(stubs), *toolkit]))
     with_kernel, with_autograd = (line.split() for line in found.stdout.splitlines())
     assert with_kernel == operators and with_autograd == operators[:1]
-
-
-def test_float16_is_said_to_run_without_tensor_cores(monkeypatch):
-    monkeypatch.setattr(backend, "_warned", set())
-    with pytest.warns(RuntimeWarning, match="float16 without tensor cores: use bfloat16") as said:
-        for dtype in (torch.bfloat16, torch.float16, torch.float16):
-            backend.warn_of_float16(torch.ones(1, dtype=dtype))
-    assert len(said) == 1 and said[0].filename == __file__  # the caller's line, not one of this package

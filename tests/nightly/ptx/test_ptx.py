@@ -12,8 +12,7 @@ from operator_cases import CASES, cotangents_of, make_case
 from support.subjects import relative_error
 from test_kernels import (
     HOPPER,
-    IN_CHUNKS,
-    OF_GATE,
+    OF_GATES,
     check_accuracy,
     check_equal,
     check_other_orders_and_gpus,
@@ -37,16 +36,16 @@ def interpreter():
 
 
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
-@pytest.mark.parametrize("rule", IN_CHUNKS)
+@pytest.mark.parametrize("rule", CASES)
 def test_chunks(interpreter, rule, state):
-    options = {"floors": OF_GATE, "layout": "tokens_first", "state": state}
+    options = {"floors": OF_GATES, "layout": "tokens_first", "state": state}
     for shape in CHUNKS:
         drawn = check_accuracy(interpreter, rule, shape, torch.bfloat16, **options)
         check_other_orders_and_gpus(interpreter, *drawn)
 
 
 @pytest.mark.parametrize("shape", SEGMENTS, ids=str)
-@pytest.mark.parametrize("rule", IN_CHUNKS)
+@pytest.mark.parametrize("rule", CASES)
 def test_segments(interpreter, rule, shape):
     """They give the emulator's results, except for rounding: nvcc makes one operation of a product and a sum."""
     given, erases = make_case(rule, shape, torch.bfloat16)
@@ -67,7 +66,7 @@ def test_scans(interpreter, rule, dtype):
 def launch_all(interpreter, operator):
     """Return the names of the kernels that an operator launches for the cases above, without executing them."""
     interpreter.launched(execute=False)
-    cases = [(rule, shape, torch.bfloat16) for rule in IN_CHUNKS for shape in CHUNKS + SEGMENTS]
+    cases = [(rule, shape, torch.bfloat16) for rule in CASES for shape in CHUNKS + SEGMENTS]
     cases += [(rule, shape, dtype) for rule in CASES for shape in SCANS for dtype in (torch.float32, torch.float64)]
     for rule, shape, dtype in cases:
         given, erases = make_case(rule, shape, dtype)
