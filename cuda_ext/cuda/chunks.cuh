@@ -358,6 +358,8 @@ struct ChunkPass {
         FWP_UNROLL for (int s = kPiece * p; s < kPiece * (p + 1); ++s)
           if (s < t) x[t] = fma(-piece.x[s - kPiece * p], x[s], x[t]);
       }
+    }
+    FWP_UNROLL for (int t = 0; t < kBlock; ++t) {  // after the last load: no load waits for a store
       float rest = t == c ? 0.f : x[t];
       FWP_UNROLL for (int n = 0; n < kExact; ++n) {
         Bfloat16 part;
