@@ -135,23 +135,18 @@ inline bool choose_chunks(const ScanSize& size) {
          size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks && size.columns <= kGreatestSize;
 }
 
-// Number of segments of a sequence, and of chunks per segment. There are at least `least` of them, or one. The choice depends
-// only on the heads and tokens, so all GPUs give the same bits.
-constexpr int64_t kHeadsThatFill = 128;
-constexpr int64_t kChunksOfSegment = 16;  // at least
+// The number of segments of a sequence depends only on the sequence, so its bits depend neither on its batch nor on the GPU. In
+// a batch of 32,768 tokens, each segment of a head gets one of 128 multiprocessors: 256 tokens bring a sequence one of them. A
+// segment has at least 512 tokens. Fewer than four do not pay, because they take about twice the work.
+constexpr int64_t kMultiprocessors = 128, kTokensOfMultiprocessor = 256, kLeastSegments = 4;
 
-struct SegmentPlan {
-  int log_segments, chunks;
-};
-
-inline SegmentPlan choose_segments(const ScanSize& size, int64_t chunks, int64_t least) {
-  const int64_t most = std::min(kHeadsThatFill / std::max<int64_t>(size.heads, 1), chunks / kChunksOfSegment);
-  int64_t segments = 1;
-  while (2 * segments <= most) segments *= 2;
-  const auto each = [&] { return (chunks + segments - 1) / segments; };
-  while (segments > 1 && (segments - 1) * each() >= chunks) segments /= 2;  // otherwise the last segment would be empty
-  if (segments < least) segments = 1;
-  return {log2_of(int(segments)), int(each())};
+// The logarithm, base 2.
+inline int choose_segments(const ScanSize& size) {
+  const int64_t blocks = std::min(kMultiprocessors, size.length / kTokensOfMultiprocessor);
+  const int64_t most = blocks / std::max<int64_t>(size.heads_per_batch, 2);
+  int log = 0;
+  while (most >= kLeastSegments && 2 << log <= most) ++log;
+  return log;
 }
 
 struct ChunkPlan {

@@ -15,7 +15,7 @@
 
 namespace fwp::cuda {
 
-// The states before each chunk of a rule without decays: (heads, chunks, columns, kRows). Columns are padded to whole blocks.
+// The states before each chunk of a rule without decays: (heads, chunks, columns, kRows).
 template <int kRows, bool kErases>
 struct ChunkStates : ChunkPass<kRows, kErases, false> {
   using Pass = ChunkPass<kRows, kErases, false>;
@@ -24,6 +24,7 @@ struct ChunkStates : ChunkPass<kRows, kErases, false> {
   Brought value;  // the errors, if the rule erases
   Matrices<const float> initial;
   Bfloat16* states;  // null: only the ends of segments, without transitions
+  int columns;       // of the states: those of the values, padded to a power of two of blocks
   float* ends;
 
   struct Stage {
@@ -90,10 +91,11 @@ struct ChunkStates : ChunkPass<kRows, kErases, false> {
   }
 
   FWP_DEVICE void put(typename Pass::State& state, int64_t n) const {
-    const Shared to{states + (this->head() * this->chunks() + n) * this->block_columns() * kRows, kRows};
+    const Shared to{states + (this->head() * this->chunks() + n) * columns * kRows, kRows};
+    const int first = this->first_column() + this->own_column();
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
       for_pairs(state[i], [&](int j, int r, float x, float y) {
-        to.put(this->own_column() + j, i * kBlock + r, pair_of(x, y));
+        to.put(first + j, i * kBlock + r, pair_of(x, y));
       });
   }
 };

@@ -153,13 +153,13 @@ struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
   static constexpr bool kRates = kErases || kFades;
   static constexpr bool kAligned = kFades && !kErases;  // writes are split by split_rows: nothing corrects their errors
-  static constexpr int kLeastSegments = kRates ? 4 : 2;  // with transition matrices, segments need about three times the work
+  static constexpr bool kHasSegments = true;
   static constexpr int kParts = kRates ? kExact : 1;  // of a write: values of the sum rule are exact in one
 
   ScanSize size;
-  int warps;                            // of columns: a power of two
-  Divisor slabs;                        // of columns
-  int log_segments, chunks_of_segment;  // of tokens: segments of one head run in parallel
+  int warps;         // of columns: a power of two
+  Divisor slabs;     // of columns
+  int log_segments;  // of tokens: segments of one head run in parallel
   Brought query, key, rate, decay;
 
   FWP_BOTH int block_columns() const { return warps * kBlock; }
@@ -173,11 +173,10 @@ struct ChunkPass {
   FWP_BOTH unsigned segments() const { return 1u << log_segments; }
   FWP_BOTH int64_t chunks() const { return (size.length + kChunkTokens - 1) / kChunkTokens; }
   // The chunks of this block's segment are begin() to end() - 1.
-  FWP_DEVICE int64_t begin() const { return int64_t(sequence() & (segments() - 1)) * chunks_of_segment; }
-  FWP_DEVICE int64_t end() const {
-    const int64_t next = begin() + chunks_of_segment;
-    return next < chunks() ? next : chunks();
-  }
+  FWP_DEVICE int64_t begin() const { return start_of(segment()); }
+  FWP_DEVICE int64_t end() const { return start_of(segment() + 1); }
+  FWP_DEVICE unsigned segment() const { return sequence() & (segments() - 1); }
+  FWP_DEVICE int64_t start_of(unsigned segment) const { return segment * chunks() >> log_segments; }
 
   // The ends of a segment are its final state from an empty start state, and its transition. The transition is what the segment
   // makes of an identity matrix, in columns after those of the values. In reverse, the same for gradients.

@@ -42,9 +42,7 @@ size_t chunk_bytes(const Pass& pass) {
 
 template <typename Pass>
 void set_size(Pass& pass, const ScanSize& size) {
-  pass.size = size;
-  const SegmentPlan plan = choose_segments(size, pass.chunks(), Pass::kLeastSegments);
-  pass.log_segments = plan.log_segments, pass.chunks_of_segment = plan.chunks;
+  pass.size = size, pass.log_segments = Pass::kHasSegments ? choose_segments(size) : 0;
 }
 
 // Set as many slabs as fill the GPU with all segments of all heads.
@@ -205,7 +203,8 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     } else {
       const auto ends = make_states<kRows, kErases>(size, in.k, value, in, gpu);
       auto before = ends;
-      before.warps = pass.warps, before.slabs = pass.slabs;  // it writes the states as `pass` reads them
+      before.columns = pass.block_columns();  // it writes the states as `pass` reads them
+      set_columns(before, before.columns, gpu);
       before.initial = matrices<float>(in.state, call.size);
       pass.states = before.states = reinterpret_cast<Bfloat16*>(memory.next);
       if (in_segments) {
@@ -264,7 +263,7 @@ template <typename Pass>
 Pass make_of_chunks(const ScanSize& size, const Inputs& in) {
   Pass pass{};
   set_keys(pass, size, in);
-  pass.log_segments = 0, pass.chunks_of_segment = 1;
+  pass.log_segments = 0;
   pass.slabs = int(pass.chunks()), pass.warps = Pass::kWarps;
   return pass;
 }

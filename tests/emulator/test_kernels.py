@@ -43,9 +43,9 @@ IN_CHUNKS = tuple(rule for rule in CASES if not rule.startswith("gdn2"))  # whic
 OF_GATE = dict.fromkeys(
     ("d_decay", "d_value_decay", "d_rate", "d_removal_key", "d_removal"), torch.finfo(torch.bfloat16).eps
 )
-# Few and long enough for segments; the sum needs fewer tokens. Wide values take several slabs of columns.
+# Few heads and long enough for segments. Wide values take several slabs of columns.
 SEGMENTED = [
-    ("sum", (1, 1, 1030, 16, 160), True),
+    ("sum", (1, 1, 2060, 16, 160), True),
     *((rule, (1, 1, 2060, 20, 33), True) for rule in ("gla", "gated_delta_by_key")),
 ]
 AT_NIGHT = [
@@ -57,6 +57,15 @@ AT_NIGHT = [
     )
 ]
 SEGMENTED += [pytest.param(*case, marks=pytest.mark.slow) for case in AT_NIGHT if case not in SEGMENTED]
+# Three sequences, without segments and with them. Many heads have none, in no batch.
+BATCHES = [(rule, (3, 2, 300, 16, 33)) for rule in IN_CHUNKS]
+BATCHES += [("sum", (3, 22, 1030, 16, 16)), ("delta", (3, 1, 2060, 16, 33))]
+BATCHES += [
+    pytest.param(rule, shape, marks=pytest.mark.slow)
+    for rule in IN_CHUNKS
+    for shape in ((3, 1, 2060, 16, 33), (3, 16, 2060, 16, 16))
+    if (rule, shape) not in BATCHES
+]
 UNIT = {torch.float64: 1e-14, torch.float32: 5e-6}
 
 
@@ -172,6 +181,29 @@ def test_segments_side_by_side(emulator, rule, shape, state):
     assert emulator.workspace_bytes(prepare(*drawn[:2])[0], shape, torch.bfloat16, is_backward=False) > 0
     check_other_orders_and_gpus(emulator, *drawn)
     check_absent_gradients(emulator, *drawn[:2])
+
+
+@pytest.mark.parametrize(("rule", "shape"), BATCHES, ids=str)
+def test_other_sequences_change_no_bit(emulator, rule, shape):
+    """Nor do the blocks that share a head's columns: more of them if there are many multiprocessors for few heads."""
+    given, erases = make_case(rule, shape, torch.bfloat16)
+    gradients = cotangents_of(given)
+    whole = emulator.results(given, erases, gradients)
+    alone = {name: x[1:2] for name, x in given.items()}
+    for multiprocessors in (1, 132):
+        own = tuple(x[1:2] for x in gradients)
+        for name, x in emulator.results(alone, erases, own, multiprocessors=multiprocessors).items():
+            assert torch.equal(x, whole[name][1:2]), (name, multiprocessors)
+
+
+@every_rule
+def test_other_sequences_change_no_output_of_a_scan(emulator, rule):
+    """On one multiprocessor, four sequences have wider tiles than one."""
+    given, erases = make_case(rule, (4, 2, 40, 16, 33), torch.float32)
+    whole = emulator.forward(given, erases, multiprocessors=1)
+    alone = emulator.forward({name: x[1:2] for name, x in given.items()}, erases, multiprocessors=1)
+    for name, x in alone.items():
+        assert torch.equal(x, whole[name][1:2]), name
 
 
 @pytest.mark.parametrize("rule", ["sum", "delta", "gated", "gated_delta"])

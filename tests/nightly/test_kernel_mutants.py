@@ -22,7 +22,7 @@ FORGETFUL = IN_CHUNKS[2:]
 # Several warps and blocks for a head's columns; the second has sums over 32 blocks, in windows of 64 tokens.
 SUM_SHAPES = [(1, 2, 38, 60, 64), (1, 4, 70, 300, 128)]
 SEGMENT_SHAPE, IN_SEGMENTS = (1, 1, 2100, 20, 24), ("gated_delta", "gla_by_key", "gated_delta_by_key")
-SEGMENTS_OF_SUM = (1, 1, 1030, 16, 140)  # whose columns take two blocks
+SEGMENTS_OF_SUM = (1, 1, 2060, 16, 140)  # whose columns take two blocks
 LIMITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 3e-3}
 
 
