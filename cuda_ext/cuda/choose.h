@@ -135,17 +135,11 @@ inline bool choose_chunks(const ScanSize& size) {
          size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks && size.columns <= kGreatestSize;
 }
 
-// The number of segments of a sequence depends only on the sequence, so its bits depend neither on its batch nor on the GPU. In
-// a batch of 32,768 tokens, each segment of a head gets one of 128 multiprocessors: 256 tokens bring a sequence one of them. A
-// segment has at least 512 tokens. Fewer than four do not pay, because they take about twice the work.
-constexpr int64_t kMultiprocessors = 128, kTokensOfMultiprocessor = 256, kLeastSegments = 4;
-
-// The logarithm, base 2.
+// The logarithm, base 2, of the number of segments.
 inline int choose_segments(const ScanSize& size) {
-  const int64_t blocks = std::min(kMultiprocessors, size.length / kTokensOfMultiprocessor);
-  const int64_t most = blocks / std::max<int64_t>(size.heads_per_batch, 2);
+  const int64_t most = segments_of(size.heads_per_batch, size.length);
   int log = 0;
-  while (most >= kLeastSegments && 2 << log <= most) ++log;
+  while (2 << log <= most) ++log;
   return log;
 }
 

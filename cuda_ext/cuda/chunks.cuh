@@ -146,6 +146,9 @@ struct Scalars {
   char begins = 0;  // not zero: the first token of a document
 };
 
+// Numbers in the matrices of a segment: see ChunkSegments.
+FWP_BOTH constexpr int64_t of_segment(const ScanSize& size) { return int64_t(size.columns + size.rows) * size.rows; }
+
 // kRows: a multiple of 16, at least Dk. kErases: whether the rule erases what the key retrieves. kFades: whether there is a
 // decay by head.
 template <int kRows, bool kErases, bool kFades>
@@ -179,7 +182,7 @@ struct ChunkPass {
   FWP_DEVICE int64_t start_of(unsigned segment) const { return segment * chunks() >> log_segments; }
 
   // The ends of a segment are its final state from an empty start state, and its transition. The transition is what the segment
-  // makes of an identity matrix, in columns after those of the values. In reverse, the same for gradients.
+  // makes of an identity matrix, in columns after those of the values. In reverse, gradients have the transposed transition.
   FWP_BOTH int value_columns() const { return (size.columns + kBlock - 1) / kBlock * kBlock; }
   FWP_BOTH int ends_columns() const { return value_columns() + kRows; }
   FWP_DEVICE int count(int64_t n) const {
@@ -431,9 +434,14 @@ struct ChunkPass {
   FWP_DEVICE void load_identity(State& state) const {
     for_state(state, [&](bool, int row, int column, float& x) { x = column - value_columns() == row ? 1 : 0; });
   }
-  FWP_DEVICE void store_ends(State& state, float* ends, int columns) const {
-    for_state(state, [&](bool, int row, int column, float& x) {
-      if (column < columns) ends[(int64_t(sequence()) * columns + column) * kRows + row] = x;
+  // To the matrices of a segment: see ChunkSegments.
+  FWP_DEVICE void store_ends(State& state, float* ends) const {
+    float* const to = ends + sequence() * of_segment(size);
+    for_state(state, [&](bool inside, int row, int column, float& x) {
+      const int of_transition = column - value_columns();
+      if (inside) to[column * size.rows + row] = x;
+      else if (row < size.rows && of_transition >= 0 && of_transition < size.rows)
+        to[(size.columns + of_transition) * size.rows + row] = x;
     });
   }
 

@@ -11,6 +11,7 @@ from support.subjects import COMBINATIONS, at_odd_offset, check_errors, relative
 from test_cuda import CHUNK_SHAPES, MEMORY
 
 from fairseq_fwp.kernels.self_check import LONG
+from fairseq_fwp.ops.fast_weights import segments_of
 
 every_rule = pytest.mark.parametrize("rule", CASES)
 
@@ -43,11 +44,8 @@ IN_CHUNKS = tuple(rule for rule in CASES if not rule.startswith("gdn2"))  # whic
 OF_GATE = dict.fromkeys(
     ("d_decay", "d_value_decay", "d_rate", "d_removal_key", "d_removal"), torch.finfo(torch.bfloat16).eps
 )
-# Few heads and long enough for segments. Wide values take several slabs of columns.
-SEGMENTED = [
-    ("sum", (1, 1, 2060, 16, 160), True),
-    *((rule, (1, 1, 2060, 20, 33), True) for rule in ("gla", "gated_delta_by_key")),
-]
+# Few heads and long enough for segments. At night, also wide values, whose columns take several blocks.
+SEGMENTED = [(rule, (1, 1, 2060, 20, 33), True) for rule in ("sum", "gla", "gated_delta_by_key")]
 AT_NIGHT = [
     (rule, *case)
     for rule in IN_CHUNKS
@@ -178,7 +176,7 @@ def test_segments_side_by_side(emulator, rule, shape, state):
     """Few long sequences."""
     change = partial(remember, rule)
     drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATE, state=state)
-    assert emulator.workspace_bytes(prepare(*drawn[:2])[0], shape, torch.bfloat16, is_backward=False) > 0
+    assert segments_of(*shape[1:3]) == 4
     check_other_orders_and_gpus(emulator, *drawn)
     check_absent_gradients(emulator, *drawn[:2])
 
@@ -206,17 +204,24 @@ def test_other_sequences_change_no_output_of_a_scan(emulator, rule):
         assert torch.equal(x, whole[name][1:2]), name
 
 
-@pytest.mark.parametrize("rule", ["sum", "delta", "gated", "gated_delta"])
-def test_long_cases_of_a_gpu_run_in_segments(emulator, rule):
+@pytest.mark.parametrize("rule", some_fast("sum", "delta", "gated_delta_by_key", among=IN_CHUNKS))
+def test_the_backward_pass_reads_what_segments_have_left(emulator, rule):
+    """Transitions that are not one. The start states only if no other states are kept. ``decay`` has no segments."""
+    given, erases = make_case(rule, (1, 1, 2060, 16, 16), torch.bfloat16)
+    results, gradients = emulator.forward(given, erases), cotangents_of(given)
+    read = {"states": rule in ("sum", "delta"), "transitions": rule not in ("sum", "decay")}
+    for part, columns in (("states", slice(16)), ("transitions", slice(16, None))):
+        spoilt = results["segments"].clone()
+        spoilt[..., columns, :] = torch.nan
+        found = emulator.backward(given, erases, results | {"segments": spoilt}, gradients)
+        assert any(x.isnan().any() for x in found.values()) == read[part], part
+
+
+def test_long_cases_of_a_gpu_run_in_segments():
     """Those of its tests and of the check before the first use, with narrow, ordinary and wide keys."""
     of_check = [tuple(size[name] for name in ("B", "H", "L", "Dk", "Dv")) for size in LONG]
-
-    def memory_for_segments(shape):
-        return emulator.workspace_bytes(rule, shape, torch.bfloat16, is_backward=False, shared_kib=HOPPER)
-
-    wide = {(16, 160)} if rule in ("sum", "delta") else set()  # several blocks have the columns
-    found = {shape[3:] for shape in (*CHUNK_SHAPES, *of_check) if memory_for_segments(shape)}
-    assert found == {(16, 16), (64, 64), (128, 128), *wide}
+    found = {shape[3:] for shape in (*CHUNK_SHAPES, *of_check) if segments_of(*shape[1:3])}
+    assert found == {(16, 16), (16, 160), (64, 64), (128, 128)}
 
 
 # Shapes, and decays from those given and random numbers: close to 1 in float32, which bfloat16 would round to 1, with
