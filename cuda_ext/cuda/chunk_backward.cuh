@@ -225,7 +225,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   FWP_DEVICE void run() const {
     const Memory memory = find_memory();
     typename Pass::State g;
-    this->load(d_last, g);
+    this->load(kEnds ? Matrices<const float>{} : d_last, g);
     const int64_t last = this->end() - 1;
     this->put_starts({&this->query, &this->key, &d_out, &value, &this->rate, &this->decay}, memory.starts);
     this->put_scalars(fill(memory, last), memory.stages[last]);

@@ -82,7 +82,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     Carver carver{shared_memory()};
     const Memory memory(carver, *this);
     State state;
-    kEnds && !kReverse ? this->load_transition(state) : this->load(initial, state);
+    kEnds && !kReverse ? this->load_transition(state) : this->load(kEnds ? Matrices<const float>{} : initial, state);
     this->put_starts(memory.starts, value, value_decay);
     const int64_t begin = this->begin(), end = this->end(), step = kReverse ? -1 : 1;
     int64_t n = kReverse ? end - 1 : begin;
