@@ -55,6 +55,16 @@ auto with_rule(Rule rule, F f) {
 // fairseq_fwp/ops/fast_weights.py.
 constexpr int64_t kKeptEvery = 32;
 
+// The segments of a sequence that run in parallel on a GPU's tensor cores, at most; 0: it is not split. `segments_of` of
+// fairseq_fwp/ops/fast_weights.py is the same. The number depends only on the sequence, so its bits depend neither on its batch
+// nor on the GPU. In a batch of 32,768 tokens, each segment of a head gets one of 128 multiprocessors: 256 tokens bring a
+// sequence one of them. A segment has at least 512 tokens. Fewer than four do not pay, because they take about twice the work.
+constexpr int64_t segments_of(int64_t heads, int64_t length) {
+  const int64_t multiprocessors = length / 256 < 128 ? length / 256 : 128;
+  const int64_t segments = multiprocessors / (heads > 2 ? heads : 2);
+  return segments < 4 ? 0 : segments;
+}
+
 struct Lengths {
   int64_t B, H, L, Dk, Dv;
   std::array<int64_t, 4> keys() const { return {B, H, L, Dk}; }

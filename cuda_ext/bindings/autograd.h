@@ -44,8 +44,8 @@ variable_list call(const c10::OperatorHandle& op, Stack stack) {
 }
 
 // Autograd takes no undefined tensors, so it gets a list of those that are given. `all` also has an undefined tensor
-// for each absent one. Gradients of unused results are undefined, not zeros. Results 3 and 4 have no derivative and
-// bypass autograd.
+// for each absent one. Gradients of unused results are undefined, not zeros. The results after the second have no
+// derivative and bypass autograd.
 struct Differentiable : torch::autograd::Function<Differentiable> {
   static variable_list forward(AutogradContext* ctx, at::TensorList, const variable_list* all, bool erases,
                                variable_list* others) {
@@ -54,7 +54,7 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
     for (const Tensor& x : *all) inputs.push_back(optional(x));
     inputs.emplace_back(erases);
     variable_list results = call(Operators::get().forward, std::move(inputs)), saved = *all;
-    *others = {results[2], results[3]};
+    others->assign(results.begin() + 2, results.end());
     results.resize(2);
     if (erases) saved[kValue] = Tensor();
     saved.insert(saved.end(), others->begin(), others->end());

@@ -36,10 +36,13 @@ void* memory(const Tensor& x) { return x.defined() ? x.mutable_data_ptr() : null
 struct Device {
   static constexpr at::DeviceType kType = at::kCUDA;
   static std::optional<at::ScalarType> computed(const Tensor&) { return {}; }
+  static int64_t segments(const Pass& x) {
+    return x.in.q.scalar_type() == at::kBFloat16 ? segments_of(x.size.H, x.size.L) : 0;
+  }
 
   static void run(const ForwardPass& x) {
     launch(x, false, [&](const Call& call, const Inputs& in) {
-      return forward(call, in, {target(x.out), memory(x.last), memory(x.retrieved), memory(x.kept)});
+      return forward(call, in, {target(x.out), memory(x.last), memory(x.retrieved), memory(x.kept), memory(x.segments)});
     });
   }
 
@@ -47,7 +50,8 @@ struct Device {
     const Tensor d_state = contiguous(x.d_state);
     launch(x, true, [&](const Call& call, const Inputs& in) {
       const Gradients gradients{x.to.map(target), memory(x.d_initial)};
-      return backward(call, in, {tokens(x.retrieved), tokens(x.d_out), data(x.kept), data(d_state)}, gradients);
+      const Backward more{tokens(x.retrieved), tokens(x.d_out), data(x.kept), data(x.segments), data(d_state)};
+      return backward(call, in, more, gradients);
     });
   }
 

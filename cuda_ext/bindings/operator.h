@@ -81,15 +81,15 @@ inline NineTensors gradients(const Arguments& given, const Sizes& size, const To
           of(given.state, d_initial)};
 }
 
-// Inputs and results of the kernels; undefined if a rule does not have them. Results, `retrieved` and `kept` are
-// contiguous; `state`, `first` and `d_state` may have any strides.
+// Inputs and results of the kernels; undefined if a rule does not have them. Results, `retrieved`, `kept` and `segments`
+// are contiguous; `state`, `first` and `d_state` may have any strides.
 struct Pass {
   const Sizes size;
   const Rule rule;
   const at::ScalarType state_type;
   const TokenTensors in;
   const Tensor state, first;
-  Tensor retrieved, kept;
+  Tensor retrieved, kept, segments;
 
   // `computed`: the dtype of inputs and results, if it is not that of the arguments.
   Pass(const Arguments& given, const Tensor& values, at::DeviceType device, std::optional<at::ScalarType> computed)
@@ -100,6 +100,7 @@ struct Pass {
   Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options()); }
   Tensor empty_in_state_type(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options().dtype(state_type)); }
   std::array<int64_t, 5> kept_sizes() const { return {size.B, size.H, size.L / kKeptEvery, size.Dk, size.Dv}; }
+  std::array<int64_t, 5> segments_sizes(int64_t number) const { return {size.B, size.H, number, size.Dk + size.Dv, size.Dk}; }
 
  private:
   static Sizes checked(const Arguments& given, const Tensor& values, at::DeviceType device) {
@@ -123,28 +124,31 @@ struct BackwardPass : Pass {
   Tensor d_initial;
 };
 
-// `Device` has its type, the dtype that its kernels compute in (see Pass), and run() of both passes.
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// `Device` has its type, the dtype that its kernels compute in (see Pass), the number of segments that they may compute in
+// parallel, and run() of both passes.
 template <typename Device>
-std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                        const Optional& decay, const Optional& value_decay,
-                                                        const Optional& rate, const Optional& removal_key,
-                                                        const Optional& removal, const Optional& state,
-                                                        const Optional& first, bool erases) {
+FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& decay,
+                         const Optional& value_decay, const Optional& rate, const Optional& removal_key,
+                         const Optional& removal, const Optional& state, const Optional& first, bool erases) {
   const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
   ForwardPass pass(given, v, Device::kType, Device::computed(q));
   pass.out = pass.empty(pass.size.values()), pass.last = pass.empty_in_state_type(pass.size.state());
   if (given.retrieves()) pass.retrieved = pass.empty_in_state_type(pass.size.values());
   if (given.keeps_states()) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
+  pass.segments = pass.empty_in_state_type(pass.segments_sizes(Device::segments(pass)));
   Device::run(pass);
-  return {pass.out.to(q.scalar_type()), pass.last, or_nothing(pass.retrieved, pass.last), or_nothing(pass.kept, pass.last)};
+  return {pass.out.to(q.scalar_type()), pass.last, or_nothing(pass.retrieved, pass.last), or_nothing(pass.kept, pass.last),
+          pass.segments};
 }
 
 template <typename Device>
 NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Optional& v, const Optional& decay,
                                   const Optional& value_decay, const Optional& rate, const Optional& removal_key,
                                   const Optional& removal, const Optional& state, const Optional& first,
-                                  bool erases, const Tensor& retrieved, const Tensor& kept, const Optional& grad_out,
-                                  const Optional& grad_state) {
+                                  bool erases, const Tensor& retrieved, const Tensor& kept, const Tensor& segments,
+                                  const Optional& grad_out, const Optional& grad_state) {
   const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
   TORCH_CHECK(erases || v, "v must be given");
   const auto computed = Device::computed(q);
@@ -152,10 +156,12 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
   const Sizes& size = pass.size;
   if (given.retrieves()) check("retrieved", retrieved, size.values(), pass.state_type, q.device());
   if (given.keeps_states()) check("kept", kept, pass.kept_sizes(), pass.state_type, q.device());
+  check("segments", segments, pass.segments_sizes(Device::segments(pass)), pass.state_type, q.device());
   check("grad_out", grad_out, size.values(), q.scalar_type(), q.device());
   check("grad_state", grad_state, size.state(), pass.state_type, q.device());
   if (given.retrieves()) pass.retrieved = retrieved.contiguous();
   if (given.keeps_states()) pass.kept = kept.contiguous();
+  pass.segments = segments.contiguous();
   if (grad_out) pass.d_out = prepare(*grad_out, computed);
   if (grad_state) pass.d_state = *grad_state;
   pass.to = pass.in.map([](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), x.options()) : Tensor(); });

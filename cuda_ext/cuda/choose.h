@@ -135,23 +135,12 @@ inline bool choose_chunks(const ScanSize& size) {
          size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks && size.columns <= kGreatestSize;
 }
 
-// Number of segments of a sequence, and of chunks per segment. There are at least `least` of them, or one. The choice depends
-// only on the heads and tokens, so all GPUs give the same bits.
-constexpr int64_t kHeadsThatFill = 128;
-constexpr int64_t kChunksOfSegment = 16;  // at least
-
-struct SegmentPlan {
-  int log_segments, chunks;
-};
-
-inline SegmentPlan choose_segments(const ScanSize& size, int64_t chunks, int64_t least) {
-  const int64_t most = std::min(kHeadsThatFill / std::max<int64_t>(size.heads, 1), chunks / kChunksOfSegment);
-  int64_t segments = 1;
-  while (2 * segments <= most) segments *= 2;
-  const auto each = [&] { return (chunks + segments - 1) / segments; };
-  while (segments > 1 && (segments - 1) * each() >= chunks) segments /= 2;  // otherwise the last segment would be empty
-  if (segments < least) segments = 1;
-  return {log2_of(int(segments)), int(each())};
+// The logarithm, base 2, of the number of segments.
+inline int choose_segments(const ScanSize& size) {
+  const int64_t most = segments_of(size.heads_per_batch, size.length);
+  int log = 0;
+  while (2 << log <= most) ++log;
+  return log;
 }
 
 struct ChunkPlan {

@@ -15,7 +15,7 @@
 
 namespace fwp::cuda {
 
-// The states before each chunk of a rule without decays: (heads, chunks, columns, kRows). Columns are padded to whole blocks.
+// The states before each chunk of a rule without decays: (heads, chunks, columns, kRows).
 template <int kRows, bool kErases>
 struct ChunkStates : ChunkPass<kRows, kErases, false> {
   using Pass = ChunkPass<kRows, kErases, false>;
@@ -23,7 +23,8 @@ struct ChunkStates : ChunkPass<kRows, kErases, false> {
 
   Brought value;  // the errors, if the rule erases
   Matrices<const float> initial;
-  Bfloat16* states;  // null: only the ends of segments, without transitions
+  Bfloat16* states;  // null: only the ends of segments of the sum, without transitions
+  int columns;       // of the states: those of the values, padded to a power of two of blocks
   float* ends;
 
   struct Stage {
@@ -73,7 +74,8 @@ struct ChunkStates : ChunkPass<kRows, kErases, false> {
         if (n + 1 < end) load_errors(memory, n + 1, values);
       this->template write<false>(state, write, chunk.key);
     }
-    if (!states) this->store_ends(state, ends, this->value_columns());
+    if constexpr (!kErases)
+      if (!states) this->store_ends(state, ends);
   }
 
  private:
@@ -90,10 +92,11 @@ struct ChunkStates : ChunkPass<kRows, kErases, false> {
   }
 
   FWP_DEVICE void put(typename Pass::State& state, int64_t n) const {
-    const Shared to{states + (this->head() * this->chunks() + n) * this->block_columns() * kRows, kRows};
+    const Shared to{states + (this->head() * this->chunks() + n) * columns * kRows, kRows};
+    const int first = this->first_column() + this->own_column();
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
       for_pairs(state[i], [&](int j, int r, float x, float y) {
-        to.put(this->own_column() + j, i * kBlock + r, pair_of(x, y));
+        to.put(first + j, i * kBlock + r, pair_of(x, y));
       });
   }
 };
@@ -173,7 +176,7 @@ struct StateBefore {
   }
 };
 
-// kEnds: compute only the ends of segments.
+// kEnds: compute only the ends of segments. Their transitions are known.
 template <int kRows, bool kErases, bool kFades, bool kEnds = false>
 struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
@@ -186,7 +189,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   Matrices<const float> d_last;
   float* d_initial;
   Output d_q, d_k, d_v, d_rate, d_decay;
-  float* ends;  // (heads, segments, ends_columns(), kRows)
+  float* ends;  // see store_ends()
 
   struct Stage {
     Shared query, key, d_out, value;
@@ -222,7 +225,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   FWP_DEVICE void run() const {
     const Memory memory = find_memory();
     typename Pass::State g;
-    kEnds ? this->load_identity(g) : this->load(d_last, g);
+    this->load(kEnds ? Matrices<const float>{} : d_last, g);
     const int64_t last = this->end() - 1;
     this->put_starts({&this->query, &this->key, &d_out, &value, &this->rate, &this->decay}, memory.starts);
     this->put_scalars(fill(memory, last), memory.stages[last]);
@@ -230,7 +233,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       use_columns(n, g);
       if constexpr (!kEnds) use_tokens(n);
     }
-    if constexpr (kEnds) return this->store_ends(g, ends, this->ends_columns());
+    if constexpr (kEnds) return this->store_ends(g, ends);
     if (this->begin() == 0) this->store(g, d_initial, this->head());
     __syncthreads();
     store_decay(find_memory(), this->begin());

@@ -18,7 +18,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   float *last, *kept;  // kept: after each whole chunk, of a rule with decays
   Output out;
   float* error;  // (heads, tokens, columns)
-  float* ends;   // (heads, segments, ends_columns(), kRows)
+  float* ends;   // see store_ends()
 
   struct Stage {
     Shared query, key, value;
@@ -59,7 +59,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
         if (this->count(n) == kChunkTokens) this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
     }
     if constexpr (kEnds)
-      this->store_ends(state, ends, this->ends_columns());
+      this->store_ends(state, ends);
     else if (end == this->chunks())
       this->store(state, last, this->head());
   }

@@ -12,7 +12,7 @@
 
 namespace fwp::cuda {
 
-// kEnds: compute only the ends of segments.
+// kEnds: compute only the ends of segments. In reverse their transitions are known.
 template <int kRows, Rule kRule, int kIn, bool kReverse, bool kEnds = false>
 struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   using Pass = ChunkKeyPass<kRows, kRule, kIn>;
@@ -35,7 +35,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   Output out;          // in reverse, dV
   Output d_removed;    // D of a removal
   float* error;        // (heads, tokens, columns): E, or of a removal what y retrieves
-  float* ends;         // (heads, segments, ends_columns(), kRows)
+  float* ends;         // see store_ends()
 
   // Whether a part of the stored scores is used.
   FWP_BOTH static constexpr bool wants(int matrix) {
@@ -82,7 +82,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     Carver carver{shared_memory()};
     const Memory memory(carver, *this);
     State state;
-    kEnds ? this->load_transition(state) : this->load(initial, state);
+    kEnds && !kReverse ? this->load_transition(state) : this->load(kEnds ? Matrices<const float>{} : initial, state);
     this->put_starts(memory.starts, value, value_decay);
     const int64_t begin = this->begin(), end = this->end(), step = kReverse ? -1 : 1;
     int64_t n = kReverse ? end - 1 : begin;
@@ -101,7 +101,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
         this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
     }
     if constexpr (kEnds)
-      this->store_ends(state, ends, this->ends_columns());
+      this->store_ends(state, ends);
     else if (kReverse ? begin == 0 : end == this->chunks())
       this->store(state, last, this->head());
   }

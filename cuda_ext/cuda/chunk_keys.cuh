@@ -330,10 +330,9 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
   using Tokens = KeyTokens<kIn, kRemoves>;
   // Parts of factors of results: products of tokens, and states that are read.
   static constexpr int kOfResults = kIn == 1 ? kOfTokens : kExact, kOfReads = kIn;
-  // Without solving, a transition is a vector, which costs little. Where values fade, it would be two: there are no segments.
-  // Nor are there in float32, to have fewer kernels.
+  // Without solving, a transition is a vector. Where values fade, it would be two: there are no segments. Nor are there in
+  // float32, to have fewer kernels.
   static constexpr bool kHasSegments = !kFadesValues && kIn == 1;
-  static constexpr int kLeastSegments = !kHasSegments ? 1 << 20 : kSolves ? 4 : 2;
   // The stored scores: P in parts, as exact as what depends on it, then -A (of a removal -Y) as in Scores, X, and -R.
   static constexpr int kScoreParts = kErases ? kExact : kOfResults;
   static constexpr int kErased = kScoreParts, kReadRemoved = kErased + kExact, kFound = kReadRemoved + kExact;

@@ -146,6 +146,9 @@ struct Scalars {
   char begins = 0;  // not zero: the first token of a document
 };
 
+// Numbers in the matrices of a segment: see ChunkSegments.
+FWP_BOTH constexpr int64_t of_segment(const ScanSize& size) { return int64_t(size.columns + size.rows) * size.rows; }
+
 // kRows: a multiple of 16, at least Dk. kErases: whether the rule erases what the key retrieves. kFades: whether there is a
 // decay by head.
 template <int kRows, bool kErases, bool kFades>
@@ -153,13 +156,13 @@ struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
   static constexpr bool kRates = kErases || kFades;
   static constexpr bool kAligned = kFades && !kErases;  // writes are split by split_rows: nothing corrects their errors
-  static constexpr int kLeastSegments = kRates ? 4 : 2;  // with transition matrices, segments need about three times the work
+  static constexpr bool kHasSegments = true;
   static constexpr int kParts = kRates ? kExact : 1;  // of a write: values of the sum rule are exact in one
 
   ScanSize size;
-  int warps;                            // of columns: a power of two
-  Divisor slabs;                        // of columns
-  int log_segments, chunks_of_segment;  // of tokens: segments of one head run in parallel
+  int warps;         // of columns: a power of two
+  Divisor slabs;     // of columns
+  int log_segments;  // of tokens: segments of one head run in parallel
   Brought query, key, rate, decay;
 
   FWP_BOTH int block_columns() const { return warps * kBlock; }
@@ -173,14 +176,13 @@ struct ChunkPass {
   FWP_BOTH unsigned segments() const { return 1u << log_segments; }
   FWP_BOTH int64_t chunks() const { return (size.length + kChunkTokens - 1) / kChunkTokens; }
   // The chunks of this block's segment are begin() to end() - 1.
-  FWP_DEVICE int64_t begin() const { return int64_t(sequence() & (segments() - 1)) * chunks_of_segment; }
-  FWP_DEVICE int64_t end() const {
-    const int64_t next = begin() + chunks_of_segment;
-    return next < chunks() ? next : chunks();
-  }
+  FWP_DEVICE int64_t begin() const { return start_of(segment()); }
+  FWP_DEVICE int64_t end() const { return start_of(segment() + 1); }
+  FWP_DEVICE unsigned segment() const { return sequence() & (segments() - 1); }
+  FWP_DEVICE int64_t start_of(unsigned segment) const { return segment * chunks() >> log_segments; }
 
   // The ends of a segment are its final state from an empty start state, and its transition. The transition is what the segment
-  // makes of an identity matrix, in columns after those of the values. In reverse, the same for gradients.
+  // makes of an identity matrix, in columns after those of the values. In reverse, gradients have the transposed transition.
   FWP_BOTH int value_columns() const { return (size.columns + kBlock - 1) / kBlock * kBlock; }
   FWP_BOTH int ends_columns() const { return value_columns() + kRows; }
   FWP_DEVICE int count(int64_t n) const {
@@ -358,6 +360,8 @@ struct ChunkPass {
         FWP_UNROLL for (int s = kPiece * p; s < kPiece * (p + 1); ++s)
           if (s < t) x[t] = fma(-piece.x[s - kPiece * p], x[s], x[t]);
       }
+    }
+    FWP_UNROLL for (int t = 0; t < kBlock; ++t) {  // after the last load: no load waits for a store
       float rest = t == c ? 0.f : x[t];
       FWP_UNROLL for (int n = 0; n < kExact; ++n) {
         Bfloat16 part;
@@ -430,9 +434,14 @@ struct ChunkPass {
   FWP_DEVICE void load_identity(State& state) const {
     for_state(state, [&](bool, int row, int column, float& x) { x = column - value_columns() == row ? 1 : 0; });
   }
-  FWP_DEVICE void store_ends(State& state, float* ends, int columns) const {
-    for_state(state, [&](bool, int row, int column, float& x) {
-      if (column < columns) ends[(int64_t(sequence()) * columns + column) * kRows + row] = x;
+  // To the matrices of a segment: see ChunkSegments.
+  FWP_DEVICE void store_ends(State& state, float* ends) const {
+    float* const to = ends + sequence() * of_segment(size);
+    for_state(state, [&](bool inside, int row, int column, float& x) {
+      const int of_transition = column - value_columns();
+      if (inside) to[column * size.rows + row] = x;
+      else if (row < size.rows && of_transition >= 0 && of_transition < size.rows)
+        to[(size.columns + of_transition) * size.rows + row] = x;
     });
   }
 

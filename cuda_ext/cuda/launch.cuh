@@ -37,7 +37,7 @@ struct Kernels {
     const Way how = way(call, gpu, is_backward);
     if (how == Way::chunks_by_key) return chunk_keys_workspace<kRuleByKey>(call, is_backward);
     if constexpr (!kByKey)
-      if (how == Way::chunks) return chunk_workspace<kErasesKey, kDecays>(call, is_backward);
+      if (how == Way::chunks) return is_backward ? chunk_workspace<kErasesKey, kDecays>(call) : 0;
     size_t bytes = 0;
     if (is_backward)
       with_number(call, [&](auto zero) -> const char* {

@@ -42,9 +42,7 @@ size_t chunk_bytes(const Pass& pass) {
 
 template <typename Pass>
 void set_size(Pass& pass, const ScanSize& size) {
-  pass.size = size;
-  const SegmentPlan plan = choose_segments(size, pass.chunks(), Pass::kLeastSegments);
-  pass.log_segments = plan.log_segments, pass.chunks_of_segment = plan.chunks;
+  pass.size = size, pass.log_segments = Pass::kHasSegments ? choose_segments(size) : 0;
 }
 
 // Set as many slabs as fill the GPU with all segments of all heads.
@@ -83,45 +81,27 @@ bool choose_chunks_backward(const ScanSize& size, const Gpu& gpu) {
          });
 }
 
-// Memory for the states between segments; empty if there is one segment.
-template <int kRows>
-struct SegmentMemory : DeviceMemory {
-  float *ends, *boundaries;
+// The states at the starts of segments, or the gradients at their ends, that ChunkSegments has computed.
+inline Matrices<const float> initial_of(const ScanSize& size, const void* matrices) {
+  return {static_cast<const float*>(matrices), of_segment(size), 1, size.rows};
+}
 
-  template <typename Pass>
-  SegmentMemory(const Pass& pass, void* from) : DeviceMemory{static_cast<char*>(from)} {
-    const int64_t sequences = pass.log_segments > 0 ? pass.size.heads * pass.segments() : 0;
-    ends = take<float>(sequences * pass.ends_columns() * kRows);
-    boundaries = take<float>(sequences * pass.size.columns * kRows);
-  }
-  Matrices<const float> matrices(const ScanSize& size) const { return {boundaries, int64_t(size.columns) * kRows, 1, kRows}; }
+// Memory for the matrices of segments in the backward pass; empty if there is one segment.
+template <typename Pass>
+float* take_segments(const Pass& pass, DeviceMemory& memory) {
+  return memory.take<float>(pass.log_segments > 0 ? pass.size.heads * pass.segments() * of_segment(pass.size) : 0);
+}
 
-  // Compute the boundaries from the ends.
-  template <typename Pass>
-  const char* connect(const Pass& pass, const Matrices<const float>& initial, Transition transition, bool reverse,
-                      const Gpu& gpu, void* stream) const {
-    ChunkSegments<kRows> through{};
-    through.size = pass.size, through.segments = int(pass.segments()), through.reverse = reverse;
-    through.slabs = (pass.size.columns + through.kColumns - 1) / through.kColumns;
-    through.first_of_transition = pass.value_columns();
-    through.ends_columns = transition == Transition::one ? pass.value_columns() : pass.ends_columns();
-    through.ends = ends, through.transition = transition;
-    through.initial = initial, through.boundaries = boundaries;
-    const int64_t blocks = pass.size.heads * through.slabs;
-    const size_t bytes = size_t(through.kColumns) * kRows * sizeof(float);
-    return launch_blocks(segments_kernel<kRows>, gpu, blocks, kThreadsForSegments, bytes, stream, through);
-  }
-};
-
-// Device memory in bytes. Forward: ends and boundaries of segments. Backward: also the states before each chunk.
+// Device memory of the backward pass in bytes: for segments, and for the states before each chunk.
 template <bool kErases, bool kFades>
-size_t chunk_workspace(const Call& call, bool is_backward) {
+size_t chunk_workspace(const Call& call) {
   const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
     const auto pass = sized_backward<kRows, kErases, kFades>(size);
-    SegmentMemory<kRows> memory(pass, nullptr);
-    if (is_backward && !kFades) memory.template take<Bfloat16>(size.heads * pass.chunks() * pass.block_columns() * kRows);
+    DeviceMemory memory{nullptr};
+    take_segments(pass, memory);
+    if (!kFades) memory.take<Bfloat16>(size.heads * pass.chunks() * pass.block_columns() * kRows);
     return size_t(memory.next);
   });
 }
@@ -137,14 +117,18 @@ ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key,
   return pass;
 }
 
-// Run the pass that computes the ends of segments. From these compute the states at their starts, beginning with `initial`, or
-// in reverse the gradients at their ends.
+// Run the pass that computes the ends of segments, and from these compute `initial` of the pass through all segments.
 template <int kRows, typename Pass>
-const char* find_boundaries(Pass ends, const SegmentMemory<kRows>& memory, const Matrices<const float>& initial,
-                            Transition transition, bool reverse, const Gpu& gpu, void* stream) {
-  ends.ends = memory.ends;
+const char* find_initial(Pass ends, ChunkSegments<kRows> through, Matrices<const float>& initial, const Gpu& gpu,
+                         void* stream) {
+  ends.ends = through.matrices;
   if (const char* error = launch_chunks(ends, gpu, stream)) return error;
-  return memory.connect(ends, initial, transition, reverse, gpu, stream);
+  through.initial = initial, through.size = ends.size, through.segments = int(ends.segments());
+  through.slabs = (ends.size.columns + through.kColumns - 1) / through.kColumns;
+  const size_t bytes = size_t(through.kColumns) * kRows * sizeof(float);
+  initial = initial_of(ends.size, through.matrices);
+  return launch_blocks(segments_kernel<kRows>, gpu, ends.size.heads * through.slabs, kThreadsForSegments, bytes, stream,
+                       through);
 }
 
 template <bool kErases, bool kFades>
@@ -164,19 +148,18 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to,
     pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     if (pass.log_segments > 0) {
-      const SegmentMemory<kRows> memory(pass, call.workspace);
+      float* const segments = static_cast<float*>(to.segments);
       const char* error;
       if constexpr (pass.kRates) {
         ChunkForward<kRows, kErases, kFades, true> ends{};
         fill(ends);
         set_columns(ends, ends.ends_columns(), gpu);
-        error = find_boundaries(ends, memory, pass.initial, Transition::matrix, false, gpu, call.stream);
+        error = find_initial<kRows>(ends, {Transition::matrix, false, segments, segments}, pass.initial, gpu, call.stream);
       } else {
         const auto ends = make_states<kRows, kErases>(size, in.k, in.v, in, gpu);
-        error = find_boundaries(ends, memory, pass.initial, Transition::one, false, gpu, call.stream);
+        error = find_initial<kRows>(ends, {Transition::one, false, segments, segments}, pass.initial, gpu, call.stream);
       }
       if (error) return error;
-      pass.initial = memory.matrices(size);
     }
     return launch_chunks(pass, gpu, call.stream);
   });
@@ -196,38 +179,34 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     };
     auto pass = sized_backward<kRows, kErases, kFades>(size);
     fill(pass);
-    const SegmentMemory<kRows> memory(pass, call.workspace);
+    DeviceMemory memory{static_cast<char*>(call.workspace)};
+    float* const segments = take_segments(pass, memory);
     pass.d_last = matrices<float>(more.d_state, call.size), pass.d_initial = static_cast<float*>(to.state);
     pass.d_q = to.q, pass.d_k = to.k, pass.d_v = to.v, pass.d_rate = to.rate, pass.d_decay = to.head_decay;
     const bool in_segments = pass.log_segments > 0;
     if constexpr (kFades) {
       pass.initial = static_cast<const float*>(in.state), pass.kept = static_cast<const float*>(more.kept);
     } else {
-      const auto ends = make_states<kRows, kErases>(size, in.k, value, in, gpu);
-      auto before = ends;
-      before.warps = pass.warps, before.slabs = pass.slabs;  // it writes the states as `pass` reads them
-      before.initial = matrices<float>(in.state, call.size);
+      auto before = make_states<kRows, kErases>(size, in.k, value, in, gpu);
+      before.columns = pass.block_columns();  // it writes the states as `pass` reads them
+      set_columns(before, before.columns, gpu);
+      before.initial = in_segments ? initial_of(size, more.segments) : matrices<float>(in.state, call.size);
       pass.states = before.states = reinterpret_cast<Bfloat16*>(memory.next);
-      if (in_segments) {
-        const char* const error = find_boundaries(ends, memory, before.initial, Transition::one, false, gpu, call.stream);
-        if (error) return error;
-        before.initial = memory.matrices(size);
-      }
       if (const char* error = launch_chunks(before, gpu, call.stream)) return error;
     }
     if (in_segments) {
+      const float* const of_forward = static_cast<const float*>(more.segments);
       const char* error;
       if constexpr (pass.kRates) {
         ChunkBackward<kRows, kErases, kFades, true> ends{};
         fill(ends);
-        set_columns(ends, ends.ends_columns(), gpu);
-        error = find_boundaries(ends, memory, pass.d_last, Transition::matrix, true, gpu, call.stream);
+        set_columns(ends, size.columns, gpu);
+        error = find_initial<kRows>(ends, {Transition::matrix, true, segments, of_forward}, pass.d_last, gpu, call.stream);
       } else {  // G = G + Q^T d_out is a state, too
         const auto ends = make_states<kRows, kErases>(size, in.q, more.d_out, in, gpu);
-        error = find_boundaries(ends, memory, pass.d_last, Transition::one, true, gpu, call.stream);
+        error = find_initial<kRows>(ends, {Transition::one, true, segments, of_forward}, pass.d_last, gpu, call.stream);
       }
       if (error) return error;
-      pass.d_last = memory.matrices(size);
     }
     return launch_chunks(pass, gpu, call.stream);
   });
@@ -264,7 +243,7 @@ template <typename Pass>
 Pass make_of_chunks(const ScanSize& size, const Inputs& in) {
   Pass pass{};
   set_keys(pass, size, in);
-  pass.log_segments = 0, pass.chunks_of_segment = 1;
+  pass.log_segments = 0;
   pass.slabs = int(pass.chunks()), pass.warps = Pass::kWarps;
   return pass;
 }
@@ -303,7 +282,7 @@ constexpr bool keeps_states(Rule rule) { return rule != Rule::sum && rule != Rul
 template <int kRows, Rule kRule, int kIn>
 struct KeyMemory {
   using Pass = ChunkKeyPass<kRows, kRule, kIn>;
-  SegmentMemory<kRows> segments;
+  float* segments;
   Bfloat16 *scores, *d_scores;  // d_scores: where values fade
   void* d_removed;              // D of a removal, in the type of the values
   float *kept, *gradients;      // the states after each chunk, if the forward pass has not kept them; their gradients
@@ -312,20 +291,19 @@ struct KeyMemory {
   KeyMemory(const Call& call, bool is_backward) : KeyMemory(scan_size(call), call, is_backward) {}
 
  private:
-  KeyMemory(const ScanSize& size, const Call& call, bool is_backward) : segments(sized(size), call.workspace) {
-    const int64_t chunks = size.heads * sized(size).chunks(), numbers = int64_t(size.rows) * size.columns;
-    const int64_t values = size.heads * size.length * size.columns;
-    scores = segments.template take<Bfloat16>(chunks * Pass::kScoreMatrices * kMatrix);
-    d_scores = segments.template take<Bfloat16>(is_backward && Pass::kFadesValues ? chunks * Pass::kOfResults * kMatrix : 0);
-    d_removed = segments.template take<char>(is_backward && Pass::kRemoves ? values * bytes_of(call.type) : 0);
-    kept = segments.template take<float>(is_backward && !keeps_states(call.rule) ? chunks * numbers : 0);
-    gradients = segments.template take<float>(is_backward ? chunks * numbers : 0);
-    bytes = size_t(segments.next) - size_t(call.workspace);
-  }
-  static ChunkKeyScores<kRows, kRule, kIn> sized(const ScanSize& size) {
+  KeyMemory(const ScanSize& size, const Call& call, bool is_backward) {
     ChunkKeyScores<kRows, kRule, kIn> pass{};
     set_size(pass, size);
-    return pass;
+    const int64_t chunks = size.heads * pass.chunks(), numbers = int64_t(size.rows) * size.columns;
+    const int64_t values = size.heads * size.length * size.columns;
+    DeviceMemory memory{static_cast<char*>(call.workspace)};
+    segments = is_backward ? take_segments(pass, memory) : nullptr;
+    scores = memory.take<Bfloat16>(chunks * Pass::kScoreMatrices * kMatrix);
+    d_scores = memory.take<Bfloat16>(is_backward && Pass::kFadesValues ? chunks * Pass::kOfResults * kMatrix : 0);
+    d_removed = memory.take<char>(is_backward && Pass::kRemoves ? values * bytes_of(call.type) : 0);
+    kept = memory.take<float>(is_backward && !keeps_states(call.rule) ? chunks * numbers : 0);
+    gradients = memory.take<float>(is_backward ? chunks * numbers : 0);
+    bytes = size_t(memory.next) - size_t(call.workspace);
   }
 };
 
@@ -362,7 +340,7 @@ size_t key_bytes(const ScanSize& size) {
                                 key_chunks_bytes<kRows, kRule, kIn>(size)});
   if constexpr (!ChunkKeyPass<kRows, kRule, kIn>::kHasSegments) return most;
   else return std::max({most, key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, false, true>>(size, true),
-                        key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, true, true>>(size, true)});
+                        key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, true, true>>(size)});
 }
 
 template <Rule kRule>
@@ -390,16 +368,17 @@ const char* run_key_scores(const ScanSize& size, const Inputs& in, Bfloat16* to,
 // Compute the scores, then run the pass from chunk to chunk.
 template <int kRows, Rule kRule, int kIn, bool kReverse>
 const char* run_key_states(ChunkKeyStates<kRows, kRule, kIn, kReverse>& pass, const ScanSize& size, const Inputs& in,
-                           const Tokens& value, const KeyMemory<kRows, kRule, kIn>& memory, const Gpu& gpu, void* stream) {
+                           const Tokens& value, const KeyMemory<kRows, kRule, kIn>& memory, float* segments,
+                           const float* of_forward, const Gpu& gpu, void* stream) {
   if (const char* error = run_key_scores<kRows, kRule, kIn>(size, in, memory.scores, gpu, stream)) return error;
   if constexpr (pass.kHasSegments)
     if (pass.log_segments > 0) {
       using Ends = ChunkKeyStates<kRows, kRule, kIn, kReverse, true>;
-      const auto ends = make_key_states<Ends>(size, in, value, memory.scores, pass.ends_columns(), gpu);
+      const int columns = kReverse ? size.columns : pass.ends_columns();
+      const auto ends = make_key_states<Ends>(size, in, value, memory.scores, columns, gpu);
       const Transition transition = pass.kSolves ? Transition::matrix : Transition::rows;
-      const char* const error = find_boundaries(ends, memory.segments, pass.initial, transition, kReverse, gpu, stream);
-      if (error) return error;
-      pass.initial = memory.segments.matrices(size);
+      const ChunkSegments<kRows> through{transition, kReverse, segments, of_forward};
+      if (const char* error = find_initial(ends, through, pass.initial, gpu, stream)) return error;
     }
   return launch_chunks(pass, gpu, stream);
 }
@@ -412,7 +391,8 @@ const char* forward_by_key(const Call& call, const Inputs& in, const Outputs& to
   pass.initial = matrices<float>(in.state, call.size);
   pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
   pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
-  return run_key_states(pass, size, in, in.v, memory, gpu, call.stream);
+  float* const segments = static_cast<float*>(to.segments);
+  return run_key_states(pass, size, in, in.v, memory, segments, segments, gpu, call.stream);
 }
 
 // Compute the states after each chunk again, from what was written.
@@ -455,7 +435,9 @@ const char* backward_by_key(const Call& call, const Inputs& in, const Backward& 
       if (const char* error = keep_states<kRows, kIn>(call, in, written, memory.kept, gpu)) return error;
       kept = memory.kept;
     }
-  if (const char* error = run_key_states(pass, size, in, more.d_out, memory, gpu, call.stream)) return error;
+  const float* const of_forward = static_cast<const float*>(more.segments);
+  if (const char* error = run_key_states(pass, size, in, more.d_out, memory, memory.segments, of_forward, gpu, call.stream))
+    return error;
   auto of_k = make_key_gradients<kRows, kRule, kIn>(size, in, more.d_out, kept, memory.gradients, size.columns, 1);
   of_k.removed = {more.retrieved, size.columns};
   of_k.d_removed = {contiguous_tokens(d_removed, call.size), size.columns};

@@ -50,12 +50,13 @@ struct Outputs {
   void* state;
   void* retrieved;  // (B, H, L, Dv): errors of a rule that erases, or what removal_key retrieves
   void* kept;       // (B, H, L / kKeptEvery, Dk, Dv), of rules with decays or removals
+  void* segments;   // (B, H, segments_of(H, L), Dk + Dv, Dk) in float32, of bfloat16: states and transitions of segments
 };
 
 // Further inputs of the backward pass: its own, and results of the forward pass. d_out and d_state may be absent.
 struct Backward {
   Tokens retrieved, d_out;
-  const void *kept = nullptr, *d_state = nullptr;
+  const void *kept = nullptr, *segments = nullptr, *d_state = nullptr;
 };
 
 struct Gradients : TokenTensorsOf<Target> {

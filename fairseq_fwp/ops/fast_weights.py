@@ -90,7 +90,7 @@ def fast_weights(
         if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
             # There, only kernels with decays take several documents.
             decay = q.new_ones(()).expand(v.shape[:3])
-    out, memory, _, _ = _forward(q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases)
+    out, memory, *_ = _forward(q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases)
     return out, memory
 
 
@@ -122,42 +122,52 @@ def _check(inputs: Inputs) -> None:
     check_arguments("fast_weights", tensors, inputs.state, inputs.first)
 
 
-@define("fast_weights", f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, the new state, and two tensors for the backward pass, (0,) if they are not needed.
+@define("fast_weights", f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> ({', '.join(['Tensor'] * 5)})")
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return out, the new state, and three tensors for the backward pass, empty if they are not needed.
 
     retrieved: (B, H, L, Dv) in the state's dtype. From kernels: the errors v_t - k_t W' of a rule that erases, or the
         y_t W_{t-1} of a rule that removes. Here: v of a rule that erases, otherwise uninitialised.
     kept: (B, H, L // KEPT_EVERY, Dk, Dv), states from kernels, unless the rule only adds or only corrects. Here:
         uninitialised.
+    segments: (B, H, segments, Dk + Dv, Dk), from kernels on a GPU's tensor cores, which compute segments of a sequence
+        side by side: the state before each, and its transition. Here: uninitialised.
     """
     inputs = Inputs(*arguments)
     _check(inputs)
     if kernel_ready(inputs.q.device.type):  # the library is loaded: its operator replaces this one
         return torch.ops.fwp.fast_weights(*inputs)
-    _, _, retrieved, kept = _allocate(inputs)
+    *_, retrieved, kept, segments = _allocate(inputs)
     out, state, _ = reference.forward(reference_of(inputs), inputs.tokens, inputs.state, inputs.first)
     if inputs.erases:
         retrieved.copy_(inputs.v)
-    return out, state, retrieved, kept
+    return out, state, retrieved, kept, segments
 
 
-def _allocate(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def segments_of(heads: int, length: int) -> int:
+    """Return the greatest number of a sequence's segments on tensor cores, 4 or more, or 0: as cuda_ext/rule.h."""
+    segments = torch.sym_min(length // 256, 128) // torch.sym_max(heads, 2)
+    return segments * torch.sym_min(segments // 4, 1)  # without a branch: the length may be symbolic
+
+
+def _allocate(inputs: Inputs) -> tuple[Tensor, ...]:
     """Return uninitialised memory for the results."""
     q, v, dtype = inputs.q, inputs.v, state_dtype(inputs.q.dtype)
     sizes = (q.shape[3], v.shape[3])
     retrieved = q.new_empty(v.shape if inputs.erases or inputs.removal_key is not None else (0,), dtype=dtype)
+    segments = segments_of(*v.shape[1:3]) if q.is_cuda and q.dtype == torch.bfloat16 else 0
     shape_of_kept = (*v.shape[:2], v.shape[2] // KEPT_EVERY, *sizes) if inputs.keeps_states else (0,)
     return (
         v.new_empty(v.shape),
         q.new_empty((*v.shape[:2], *sizes), dtype=dtype),
         retrieved,
         q.new_empty(shape_of_kept, dtype=dtype),
+        q.new_empty((*v.shape[:2], segments, sum(sizes), sizes[0]), dtype=dtype),
     )
 
 
 @torch.library.register_fake(_forward)
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, ...]:
     inputs = Inputs(*arguments)
     _check(inputs)
     return _allocate(inputs)
@@ -165,12 +175,12 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @define(
     "fast_weights_backward",
-    f"(Tensor q, Tensor k, Tensor? v, {SCHEMA}, Tensor retrieved, Tensor kept, Tensor? grad_out,"
-    f" Tensor? grad_state) -> ({', '.join(['Tensor'] * 9)})",
+    f"(Tensor q, Tensor k, Tensor? v, {SCHEMA}, Tensor retrieved, Tensor kept, Tensor segments,"
+    f" Tensor? grad_out, Tensor? grad_state) -> ({', '.join(['Tensor'] * 9)})",
 )
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, the optional tokens and the first state; (0,) for what is absent."""
-    *of_forward, retrieved, _, grad_out, grad_state = arguments
+    *of_forward, retrieved, _, _, grad_out, grad_state = arguments
     inputs = Inputs(*of_forward)
     if kernel_ready(inputs.q.device.type):
         return torch.ops.fwp.fast_weights_backward(*arguments)
@@ -190,7 +200,7 @@ def _allocate_gradients(inputs: Inputs, retrieved: Tensor) -> tuple[Tensor, ...]
 
 @torch.library.register_fake(_backward)
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    *of_forward, retrieved, _, _, _ = arguments
+    *of_forward, retrieved, _, _, _, _ = arguments
     return _allocate_gradients(Inputs(*of_forward), retrieved)
 
 
@@ -203,8 +213,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, *_: None) -> tuple[Any, ...]:
-    *tensors, retrieved, kept = ctx.saved_tensors
-    grads = _backward(*tensors, ctx.erases, retrieved, kept, grad_out, grad_state)
+    *tensors, retrieved, kept, segments = ctx.saved_tensors
+    grads = _backward(*tensors, ctx.erases, retrieved, kept, segments, grad_out, grad_state)
     needed = ctx.needs_input_grad[:9]
     return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), None, None
 

@@ -4,6 +4,7 @@ It takes the place of the kernels of CPU tensors, so use it in a process of its 
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import torch
 from emulator import HERE, KERNELS, build, compiler, make_once
 from support.pairwise import pairwise
-from support.subjects import RULES, WITH_KERNEL, cotangents, relative_error, results, sample_inputs
+from support.subjects import RULES, WITH_KERNEL, cotangents, operands, relative_error, results, sample_inputs
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from fairseq_fwp.kernels import library
@@ -20,6 +22,7 @@ from fairseq_fwp.kernels.build import _flags
 
 LIMITS = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SHAPE = (2, 2, 70, 16, 20)  # with chunks on tensor cores, and kept states
+IN_SEGMENTS = (1, 1, 2060, 16, 20)
 CASES = {
     "rule": WITH_KERNEL,
     "dtype": list(LIMITS),
@@ -56,12 +59,14 @@ def transposed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.mT.contiguous().mT
 
 
-def check(rule: str, dtype: torch.dtype, layout: str, state: bool, documents: bool) -> None:
+def check(
+    rule: str, dtype: torch.dtype, layout: str, state: bool, documents: bool, shape: tuple[int, ...] = SHAPE
+) -> None:
     """Check outputs and all gradients. With the layout "shared", two heads have the same queries and keys."""
-    inputs = sample_inputs(rule, SHAPE, dtype, layout=layout, state=state)
+    inputs = sample_inputs(rule, shape, dtype, layout=layout, state=state)
     of_out, of_state = cotangents(inputs)
-    first = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
-    first[0, [0, 9, 33]] = first[1, 40] = True
+    first = torch.zeros(shape[0], shape[2], dtype=torch.bool)
+    first[0, [0, 9, 33]] = first[-1, 40] = True
     if layout == "tokens_first":
         inputs["state"], of_out, of_state, first = map(transposed, (inputs["state"], of_out, of_state, first))
     if layout == "shared":
@@ -79,10 +84,28 @@ def check(rule: str, dtype: torch.dtype, layout: str, state: bool, documents: bo
         assert (error := relative_error(found[name], x)) < LIMITS[found[name].dtype], f"{case}: {error:.3g}"
 
 
+def check_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check that the results of the operator have the shapes of its fake implementation on a GPU."""
+    arguments = operands("delta", sample_inputs("delta", shape, dtype))
+
+    def shapes(of: Callable[[Tensor], Tensor]) -> list[torch.Size]:
+        given = (of(x) if isinstance(x, Tensor) else x for x in arguments)
+        return [x.shape for x in torch.ops.fwp.fast_weights.default(*given)]
+
+    found = shapes(torch.clone)
+    with FakeTensorMode():
+        expected = shapes(lambda x: torch.empty(x.shape, dtype=x.dtype, device="cuda"))
+    assert found == expected, f"{found} for {shape}, {dtype} instead of {expected}"
+
+
 def check_all(every: bool) -> None:
-    """Check every combination, or every pair of values of two factors."""
+    """Check every combination, or every pair of values of two factors, and a long sequence in segments."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # the memory of results is NaN until they are written
     load()
     for values in product(*CASES.values()) if every else (case.values() for case in pairwise(**CASES)):
         check(*values)
+    check("delta", torch.bfloat16, "tokens_first", True, False, IN_SEGMENTS)
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in (SHAPE, IN_SEGMENTS, (1, 3, 5300, 16, 16)):  # the last could have six segments, and has four
+            check_shapes(shape, dtype)

@@ -124,9 +124,11 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   Backward more;
   if (fwp::erases_of(rule) != Erases::kNothing) more.retrieved = view(size.Dv, of_state);
   if (fades != Fades::kNothing) more.kept = states(size.L / kKeptEvery);
+  if (type == Type::bfloat16)
+    more.segments = make(heads * fwp::segments_of(size.H, size.L) * (size.Dk + size.Dv) * size.Dk, of_state);
   more.d_out = view(size.Dv, type), more.d_state = states(1);
   const Outputs out{target(size.Dv, type), states(1), const_cast<void*>(more.retrieved.data),
-                    const_cast<void*>(more.kept)};
+                    const_cast<void*>(more.kept), const_cast<void*>(more.segments)};
   const std::unique_ptr<bool[]> first(new bool[size_t(size.B * size.L)]());
   for (int64_t b = 0; b < size.B && size.L > 1; ++b) first[size_t(b * size.L + 1)] = true;
   Call call{size, type, rule, documents ? first.get() : nullptr, nullptr, nullptr};

@@ -18,6 +18,8 @@ import torch
 from support.subjects import state_dtype
 from torch import Tensor
 
+from fairseq_fwp.ops.fast_weights import segments_of
+
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "cuda_ext" / "cuda"
 CHUNK = 32  # tokens between two states that the forward pass of a forgetting rule keeps
@@ -111,13 +113,13 @@ class _Inputs(_Structure):
 
 
 class _Outputs(_Structure):
-    _fields_ = [("out", _Target), *((name, ctypes.c_void_p) for name in ("state", "retrieved", "kept"))]
+    _fields_ = [("out", _Target), *((name, ctypes.c_void_p) for name in ("state", "retrieved", "kept", "segments"))]
 
 
 class _Backward(_Structure):
     _fields_ = [
         *((name, _Tokens) for name in ("retrieved", "d_out")),
-        *((name, ctypes.c_void_p) for name in ("kept", "d_state")),
+        *((name, ctypes.c_void_p) for name in ("kept", "segments", "d_state")),
     ]
 
 
@@ -166,7 +168,7 @@ class Emulator:
         self._library.emulator_workspace_bytes.restype = ctypes.c_size_t
 
     def forward(self, given: Given, erases: bool, **how: int) -> Given:
-        """Return out, the state, and for the backward pass retrieved and kept."""
+        """Return out, the state, and for the backward pass retrieved, kept and segments."""
         rule, parts = prepare(given, erases)
         q, v = given["q"], given["v"]
         sizes, dtype = (*q.shape[:2], q.shape[3], v.shape[3]), state_dtype(q.dtype)
@@ -175,6 +177,9 @@ class Emulator:
             to["retrieved"] = self._empty(v.shape, dtype)
         if rule not in ("sum", "delta"):
             to["kept"] = self._empty((*q.shape[:2], q.shape[2] // CHUNK, *sizes[2:]), dtype)
+        if q.dtype == torch.bfloat16:
+            segments = segments_of(*q.shape[1:3])
+            to["segments"] = self._empty((*q.shape[:2], segments, q.shape[3] + v.shape[3], q.shape[3]), dtype)
         self._run(self._library.emulator_forward, rule, given, [_fill(_Inputs, parts), _fill(_Outputs, to)], to, **how)
         return to
 
@@ -185,7 +190,7 @@ class Emulator:
         rule, parts = prepare(given, erases)
         to = {name: self._empty(x.shape, x.dtype) for name, x in parts.items()}
         to = {name: x for name, x in to.items() if name != "rate" or "rate" in given}
-        more = {name: x for name, x in results.items() if name in ("retrieved", "kept")}
+        more = {name: x for name, x in results.items() if name in ("retrieved", "kept", "segments")}
         more |= {name: x for name, x in zip(("d_out", "d_state"), gradients, strict=True) if x is not None}
         structures = [_fill(_Inputs, parts), _fill(_Backward, more), _fill(_Gradients, to)]
         self._run(self._library.emulator_backward, rule, given, structures, to, **how)

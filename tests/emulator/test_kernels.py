@@ -11,6 +11,7 @@ from support.subjects import COMBINATIONS, at_odd_offset, check_errors, relative
 from test_cuda import CHUNK_SHAPES, MEMORY
 
 from fairseq_fwp.kernels.self_check import LONG
+from fairseq_fwp.ops.fast_weights import segments_of
 
 every_rule = pytest.mark.parametrize("rule", CASES)
 
@@ -45,11 +46,8 @@ def of_gates(dtype):
 
 
 OF_GATES = of_gates(torch.bfloat16)
-# Few and long enough for segments; the sum needs fewer tokens. Wide values take several slabs of columns.
-SEGMENTED = [
-    ("sum", (1, 1, 1030, 16, 160), True),
-    *((rule, (1, 1, 2060, 20, 33), True) for rule in ("gla", "gated_delta_by_key")),
-]
+# Few heads and long enough for segments. At night, also wide values, whose columns take several blocks.
+SEGMENTED = [(rule, (1, 1, 2060, 20, 33), True) for rule in ("sum", "gla", "gated_delta_by_key")]
 AT_NIGHT = [
     (rule, *case)
     for rule in CASES
@@ -59,6 +57,15 @@ AT_NIGHT = [
     )
 ]
 SEGMENTED += [pytest.param(*case, marks=pytest.mark.slow) for case in AT_NIGHT if case not in SEGMENTED]
+# Three sequences, without segments and with them. Many heads have none, in no batch.
+BATCHES = [(rule, (3, 2, 300, 16, 33)) for rule in CASES]
+BATCHES += [("sum", (3, 22, 1030, 16, 16)), ("delta", (3, 1, 2060, 16, 33))]
+BATCHES += [
+    pytest.param(rule, shape, marks=pytest.mark.slow)
+    for rule in CASES
+    for shape in ((3, 1, 2060, 16, 33), (3, 16, 2060, 16, 16))
+    if (rule, shape) not in BATCHES
+]
 UNIT = {torch.float64: 1e-14, torch.float32: 5e-6}
 
 
@@ -187,22 +194,52 @@ def test_segments_side_by_side(emulator, rule, shape, state):
     """Few long sequences."""
     change = partial(remember, rule)
     drawn = check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATES, state=state)
-    assert emulator.workspace_bytes(prepare(*drawn[:2])[0], shape, torch.bfloat16, is_backward=False) > 0
+    assert segments_of(*shape[1:3]) == 4
     check_other_orders_and_gpus(emulator, *drawn)
     check_absent_gradients(emulator, *drawn[:2])
 
 
-@pytest.mark.parametrize("rule", ["sum", "delta", "gated", "gated_delta"])
-def test_long_cases_of_a_gpu_run_in_segments(emulator, rule):
+@pytest.mark.parametrize(("rule", "shape"), BATCHES, ids=str)
+def test_other_sequences_change_no_bit(emulator, rule, shape):
+    """Nor do the blocks that share a head's columns: more of them if there are many multiprocessors for few heads."""
+    given, erases = make_case(rule, shape, torch.bfloat16)
+    gradients = cotangents_of(given)
+    whole = emulator.results(given, erases, gradients)
+    alone = {name: x[1:2] for name, x in given.items()}
+    for multiprocessors in (1, 132):
+        own = tuple(x[1:2] for x in gradients)
+        for name, x in emulator.results(alone, erases, own, multiprocessors=multiprocessors).items():
+            assert torch.equal(x, whole[name][1:2]), (name, multiprocessors)
+
+
+@every_rule
+def test_other_sequences_change_no_output_of_a_scan(emulator, rule):
+    """On one multiprocessor, four sequences have wider tiles than one."""
+    given, erases = make_case(rule, (4, 2, 40, 16, 33), torch.float32)
+    whole = emulator.forward(given, erases, multiprocessors=1)
+    alone = emulator.forward({name: x[1:2] for name, x in given.items()}, erases, multiprocessors=1)
+    for name, x in alone.items():
+        assert torch.equal(x, whole[name][1:2]), name
+
+
+@pytest.mark.parametrize("rule", some_fast("sum", "delta", "gated_delta_by_key", among=CASES))
+def test_the_backward_pass_reads_what_segments_have_left(emulator, rule):
+    """Transitions that are not one. The start states only if no other states are kept. ``decay`` has no segments."""
+    given, erases = make_case(rule, (1, 1, 2060, 16, 16), torch.bfloat16)
+    results, gradients = emulator.forward(given, erases), cotangents_of(given)
+    read = {"states": rule in ("sum", "delta"), "transitions": rule not in ("sum", "decay")}
+    for part, columns in (("states", slice(16)), ("transitions", slice(16, None))):
+        spoilt = results["segments"].clone()
+        spoilt[..., columns, :] = torch.nan
+        found = emulator.backward(given, erases, results | {"segments": spoilt}, gradients)
+        assert any(x.isnan().any() for x in found.values()) == read[part], part
+
+
+def test_long_cases_of_a_gpu_run_in_segments():
     """Those of its tests and of the check before the first use, with narrow, ordinary and wide keys."""
     of_check = [tuple(size[name] for name in ("B", "H", "L", "Dk", "Dv")) for size in LONG]
-
-    def memory_for_segments(shape):
-        return emulator.workspace_bytes(rule, shape, torch.bfloat16, is_backward=False, shared_kib=HOPPER)
-
-    wide = {(16, 160)} if rule in ("sum", "delta") else set()  # several blocks have the columns
-    found = {shape[3:] for shape in (*CHUNK_SHAPES, *of_check) if memory_for_segments(shape)}
-    assert found == {(16, 16), (64, 64), (128, 128), *wide}
+    found = {shape[3:] for shape in (*CHUNK_SHAPES, *of_check) if segments_of(*shape[1:3])}
+    assert found == {(16, 16), (16, 160), (64, 64), (128, 128)}
 
 
 # Shapes, and decays from those given and random numbers: close to 1 in float32, which bfloat16 would round to 1, with

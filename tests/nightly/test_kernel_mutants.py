@@ -21,8 +21,8 @@ CHUNK_SHAPE, IN_CHUNKS = (1, 2, 77, 24, 90), ("sum", "delta", "gated_delta", "gl
 FORGETFUL = IN_CHUNKS[2:]
 # Several warps and blocks for a head's columns; the second has sums over 32 blocks, in windows of 64 tokens.
 SUM_SHAPES = [(1, 2, 38, 60, 64), (1, 4, 70, 300, 128)]
-SEGMENT_SHAPE, IN_SEGMENTS = (1, 1, 2100, 20, 24), ("gated_delta", "gla_by_key", "gated_delta_by_key")
-SEGMENTS_OF_SUM = (1, 1, 1030, 16, 140)  # whose columns take two blocks
+SEGMENT_SHAPE, IN_SEGMENTS = (1, 1, 2100, 20, 24), ("delta", "gated_delta", "gla_by_key", "gated_delta_by_key")
+SEGMENTS_OF_SUM = (1, 1, 2060, 16, 140)  # whose columns take two blocks
 LIMITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 3e-3}
 
 
@@ -41,7 +41,7 @@ def make(rule, shape, dtype):
         given |= {"decay": share(given["decay"], 0.05), "first": token.eq(70).contiguous()}
     if shape == SEGMENT_SHAPE:
         given |= {"rate": (0.02 * torch.rand(shape[:3])).bfloat16()} if erases else {}
-        given["decay"] = share(given["decay"], 0.004)
+        given |= {"decay": share(given["decay"], 0.004)} if "decay" in given else {}
     gradients = cotangents_of(given)
     return rule, given, erases, gradients, reference(as_double(given), erases, [x.double() for x in gradients])
 

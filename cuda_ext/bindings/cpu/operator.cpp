@@ -53,6 +53,7 @@ void for_documents(const Tensor& first, F f) {
 struct Device {
   static constexpr at::DeviceType kType = at::kCPU;
   static std::optional<at::ScalarType> computed(const Tensor& q) { return state_type(q); }
+  static int64_t segments(const Pass&) { return 0; }
 
   static void run(const ForwardPass& x) {
     const Forward pass{x.size, x.out.element_size(), views(x.in, x.size), view(x.state), view(x.out), view(x.last),
