@@ -46,8 +46,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
   struct Memory {
     const char** starts;
     typename Pass::Tokens tokens;
-    Columns value, d_out;        // what K writes, and dO
-    Columns removed, d_removed;  // what x writes, and D
+    Columns value, d_out, d_removed;  // what is written; dO; D of a rule that erases. Those of a removal take turns in two
     Shared d_scores[kOfResults];  // dP or dA in parts, with its transpose above the diagonal
     float *in_group, *d_rate, *d_decay;  // dP_ts or dA_ts of each group at (s, t); (warps, 32); the same, of a decay by head
     Scratch* scratch;
@@ -65,8 +64,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
           aside(carver.take<float>(kRemoves ? 2 * kWarps * kWarp * kSpan * 2 : 0)) {
       FWP_UNROLL for (Shared& x : value) x = carver.matrix(kChunkTokens, pass.value_columns());
       FWP_UNROLL for (Shared& x : d_out) x = carver.matrix(kChunkTokens, pass.value_columns());
-      FWP_UNROLL for (Shared& x : removed) x = carver.matrix(kRemoves ? kChunkTokens : 0, pass.value_columns());
-      FWP_UNROLL for (Shared& x : d_removed) x = carver.matrix(kSolves ? kChunkTokens : 0, pass.value_columns());
+      FWP_UNROLL for (Shared& x : d_removed) x = carver.matrix(kErases ? kChunkTokens : 0, pass.value_columns());
       FWP_UNROLL for (Shared& x : d_scores) x = carver.matrix(kChunkTokens, kChunkTokens);
     }
   };
@@ -132,15 +130,13 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
       memory.others.query.typed([&](const auto& to) { bring_columns(d_out, starts[kDOut], n, to); });
       memory.others.key.typed([&](const auto& to) { bring_columns(value, starts[kValue], n, to); });
       memory.others.decay.typed([&](const auto& z) { bring_columns(value_decay, starts[kValueDecay], n, z); });
-    } else {
+    } else if constexpr (!kRemoves) {
       load_columns(d_out, starts[kDOut], n, memory.d_out);
       if constexpr (!kErases) load_columns(value, starts[kValue], n, memory.value);
-      if constexpr (kSolves) load_columns(d_removed, starts[kDRemoved], n, memory.d_removed);
+      if constexpr (kErases) load_columns(d_removed, starts[kDRemoved], n, memory.d_removed);
     }
     commit_copies();
-    if constexpr (kSolves) 
-      split_columns<float>(starts[kRemoved], n, kRemoves ? -1 : 1, kRemoves ? memory.removed : memory.value, this->count(n),
-                           removed.token);
+    if constexpr (kErases) load_removed(n, 1, memory);
     const Scalars scalars = this->ask(starts, starts[kDocuments], n);
     this->put_scalars(scalars, memory.tokens);
     if constexpr (kFadesValues) this->put_scalars(scalars, memory.others);
@@ -159,6 +155,9 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
       with_element<float>(from.type, [&](auto* number) {
         split_columns<std::remove_pointer_t<decltype(number)>>(start, n, 1, to, from.data ? this->count(n) : 0, from.token);
       });
+  }
+  FWP_DEVICE void load_removed(int64_t n, float sign, const Memory& memory) const {
+    split_columns<float>(memory.starts[kRemoved], n, sign, memory.value, this->count(n), removed.token);
   }
   // Numbers of type T in parts, `stride` apart for each token.
   template <typename T>
@@ -221,10 +220,13 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
       memory.tokens.load_decays(own, slice.keys);
       writer > 0 ? memory.tokens.removal.load(own, slice.keys.writer) : memory.tokens.load_keys(own, slice.keys.writer);
       kErased ? load_aside(memory, writer, slice.d_writer) : clear(slice.d_writer);
-      Columns value;
-      FWP_UNROLL for (int m = 0; m < kValueParts; ++m)
-        value[m] = {writer > 0 ? memory.removed[m].data : memory.value[m].data, memory.value[m].pitch};
-      add_terms<kErased>(n, kErased ? memory.d_removed : memory.d_out, value, writer == 0, memory, slice);
+      __syncthreads();  // for the terms before
+      const int of_reader = kErased ? kDRemoved : kDOut;
+      if (writer == 0) load_columns(kErased ? d_removed : d_out, memory.starts[of_reader], n, memory.d_out);
+      writer > 0 ? load_removed(n, -1, memory) : load_columns(value, memory.starts[kValue], n, memory.value);
+      commit_copies();
+      wait_copies<0>();
+      add_terms<kErased>(n, memory.d_out, memory.value, writer == 0, memory, slice);
       for_numbers([&](int t, int e) { aside(memory, writer, t, e) = slice.d_writer[t][e]; });
     }
   }

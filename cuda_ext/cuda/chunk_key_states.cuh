@@ -70,10 +70,14 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
           scratch(carver.take<WarpScratch<kOfResults>>(kFadesValues ? pass.warps : 0)), tokens(pass.take_tokens(carver)),
           stages(carver, pass) {
       FWP_UNROLL for (int m = 0; m < kExact; ++m) {
+        if constexpr (kRemoves) {  // what reads and what writes take turns
+          if (m < kQueryParts || m < kKeyParts) query[m] = key[m] = carver.grouped(kChunkTokens, kRows);
+          eraser[m] = removal[m] = carver.grouped(kChunkTokens, kRows);
+          continue;
+        }
         if (m < kQueryParts) query[m] = carver.grouped(kChunkTokens, kRows);
         if (m < kKeyParts) key[m] = carver.grouped(kChunkTokens, kRows);
         if (m < kEraserParts) eraser[m] = carver.grouped(kChunkTokens, kRows);
-        if (m < kRemovalParts) removal[m] = carver.grouped(kChunkTokens, kRows);
       }
     }
   };
@@ -92,11 +96,21 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       wait_copies<0>();
       __syncthreads();
       if (kReverse && !kEnds) this->store(state, kept, this->head() * this->chunks() + n);
-      scale(memory.tokens, memory);
+      scale<true, !kRemoves>(memory.tokens, memory);
       __syncthreads();
-      // From here on, the scaled tokens and this stage may be used, and the tokens and the other stage may be filled.
-      if (left > 1) next = fill(memory, n + step);
-      use(n, memory.stages[n], memory, state);
+      // From here on, the scaled tokens and this stage may be used, and the other stage may be filled; so may the tokens,
+      // when all are scaled.
+      const auto fill_next = [&] {
+        if (left > 1) next = fill(memory, n + step);
+      };
+      if constexpr (!kRemoves) fill_next();
+      use(n, memory.stages[n], memory, state, [&] {
+        if constexpr (!kRemoves) return;
+        __syncthreads();
+        scale<false, true>(memory.tokens, memory);
+        __syncthreads();
+        fill_next();
+      });
       if (!kReverse && !kEnds && this->count(n) == kChunkTokens)
         this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
     }
@@ -129,7 +143,8 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
           copy_later(to.scores[m].at(at / of_row, at % of_row * per_piece), from + m * kMatrix + at * per_piece, true);
   }
 
-  // The warps share the numbers of a key.
+  // What reads the state, what writes to it, or both. The warps share the numbers of a key.
+  template <bool kReaders, bool kWriters>
   FWP_DEVICE void scale(const typename Pass::Tokens& tokens, const Memory& memory) const {
     FWP_UNROLL_BY(1) for (int first = this->own_column(); first < kRows; first += this->block_columns()) {
       KeySlice keys;
@@ -137,21 +152,28 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       const DecayProducts<kChunkTokens / kSpan> products(keys);
       const int i = first + own_number();
       KeyNumbers x;
-      tokens.query.load(first, x);
-      multiply(x, products.from_start);
-      put_scaled_tokens<kQueryParts, kReverse && kAligned>(x, i, memory.query);
-      tokens.load_keys(first, x);
-      multiply(x, products.to_end);
-      put_scaled_tokens<kKeyParts, !kReverse && kAligned>(x, i, memory.key);
+      constexpr bool kOfQueries = kReverse ? kWriters : kReaders, kOfKeys = kReverse ? kReaders : kWriters;
+      if constexpr (kOfQueries) {
+        tokens.query.load(first, x);
+        multiply(x, products.from_start);
+        put_scaled_tokens<kQueryParts, kReverse && kAligned>(x, i, memory.query);
+      }
+      if constexpr (kOfKeys) {
+        tokens.load_keys(first, x);
+        multiply(x, products.to_end);
+        put_scaled_tokens<kKeyParts, !kReverse && kAligned>(x, i, memory.key);
+      }
       if constexpr (kErases) {
         tokens.key.load(first, x);
         multiply(x, products.from_start);
         put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
       }
-      if constexpr (kRemoves) {
+      if constexpr (kRemoves && kOfQueries) {
         tokens.load_removal_keys(first, x);
         multiply(x, DecayProducts<kChunkTokens / kSpan, true>(keys).from_start);
         put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
+      }
+      if constexpr (kRemoves && kOfKeys) {
         tokens.removal.load(first, x);
         multiply(x, products.to_end);
         put_scaled_tokens<kRemovalParts, false>(x, i, memory.removal);
@@ -186,8 +208,10 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     }
   }
 
-  // The steps of a chunk. All products are transposed: a warp has its columns in rows.
-  FWP_DEVICE void use(int64_t n, const Stage& chunk, const Memory& memory, State& state) const {
+  // The steps of a chunk. All products are transposed: a warp has its columns in rows. before_writes() is called when the state
+  // has been read.
+  template <typename F>
+  FWP_DEVICE void use(int64_t n, const Stage& chunk, const Memory& memory, State& state, F before_writes) const {
     Product read[kChunkBlocks], found[kChunkBlocks], given[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]), clear(given[t]);
     read_state(memory, state, read, found, given);
@@ -212,6 +236,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
         if constexpr (kRemoves) for_elements(found[t], [](int, int, float& x) { x = -x; });
         this->store_errors(error, n, t, found[t]);
       }
+    before_writes();
     if constexpr (kFadesValues)
       fade_values(n, chunk, memory, read, state);
     else

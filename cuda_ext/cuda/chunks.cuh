@@ -155,6 +155,7 @@ template <int kRows, bool kErases, bool kFades>
 struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
   static constexpr bool kRates = kErases || kFades;
+  static constexpr int kMostWarps = kChunkWarps;
   static constexpr bool kAligned = kFades && !kErases;  // writes are split by split_rows: nothing corrects their errors
   static constexpr bool kHasSegments = true;
   static constexpr int kParts = kRates ? kExact : 1;  // of a write: values of the sum rule are exact in one

@@ -50,7 +50,7 @@ template <typename Pass>
 void set_columns(Pass& pass, int columns, const Gpu& gpu) {
   ScanSize size = pass.size;
   size.heads *= pass.segments(), size.columns = columns;
-  const ChunkPlan plan = choose_chunk_plan(size, kBlock, kChunkWarps, gpu.multiprocessors);
+  const ChunkPlan plan = choose_chunk_plan(size, kBlock, Pass::kMostWarps, gpu.multiprocessors);
   pass.warps = plan.warps, pass.slabs = plan.slabs;
 }
 
@@ -323,7 +323,7 @@ size_t key_states_bytes(const ScanSize& size, bool ends = false) {
   Pass pass{};
   pass.size = size, pass.by_key = true;
   const int columns = ends ? pass.ends_columns() : size.columns;
-  pass.warps = at_least_power_of_two((int64_t(columns) + kBlock - 1) / kBlock, kChunkWarps);
+  pass.warps = at_least_power_of_two((int64_t(columns) + kBlock - 1) / kBlock, Pass::kMostWarps);
   return chunk_bytes(pass);
 }
 template <int kRows, Rule kRule, int kIn>
