@@ -227,6 +227,8 @@ def test_other_sequences_change_no_output_of_a_scan(emulator, rule):
 def test_the_backward_pass_reads_what_segments_have_left(emulator, rule):
     """Transitions that are not one. The start states only if no other states are kept. ``decay`` has no segments."""
     given, erases = make_case(rule, (1, 1, 2060, 16, 16), torch.bfloat16)
+    if given["q"].dtype != torch.bfloat16:
+        pytest.skip("float32 has no segments")
     results, gradients = emulator.forward(given, erases), cotangents_of(given)
     read = {"states": rule in ("sum", "delta"), "transitions": rule not in ("sum", "decay")}
     for part, columns in (("states", slice(16)), ("transitions", slice(16, None))):
