@@ -58,15 +58,20 @@ _warned: set[str] = set()
 _checking = threading.Lock()
 
 
-def distrusted(rule: str, device: str, required: bool = False) -> bool:
-    """Return whether a rule must not use its kernel: warn once if so, or raise RuntimeError if it is required."""
+def distrusted(
+    rule: str, device: str, required: bool = False, instead: str = "the rule runs as a slow loop in Python"
+) -> bool:
+    """Return whether a rule must not use its kernel: warn once if so, or raise RuntimeError if it is required.
+
+    instead: what runs in its place.
+    """
     reason = find_faults(device).get(rule)
     message = f"the kernel of {rule} is not used on {device}, because it differs from the reference: {reason}"
     if reason and required:
         raise RuntimeError(f"{message}; use backend='reference', or build with another compiler")
     if reason and rule not in _warned:
         _warned.add(rule)
-        warnings.warn(f"{message}; the rule runs as a slow loop in Python", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"{message}; {instead}", RuntimeWarning, stacklevel=5)
     return bool(reason)
 
 
