@@ -20,11 +20,13 @@ from fairseq_fwp.modules.attention.normalization import (
     SumNormalization,
     fit_normalizations,
 )
-from fairseq_fwp.modules.feature_maps import FeatureMap
+from fairseq_fwp.modules.feature_maps import Favor, FeatureMap, kernel_form
 from fairseq_fwp.modules.layer_norm import RmsNorm, layer_norm
 from fairseq_fwp.modules.update_rules import Gate, MambaDecay, UpdateRule, find_rule, resolve, unit_length
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.projection import Layout, Part, has_kernel, map_projection
 
+LEAST_LENGTH = 1e-12  # by which `F.normalize` divides
 OUTPUT_GATES = {"none": None, "silu": F.silu, "sigmoid": torch.sigmoid}
 
 
@@ -161,6 +163,7 @@ class FastWeightAttention(Attention):
         if self.gate_function is not None:
             low = None if rank is None else (nn.Linear(embed_dim, rank, bias=False), nn.Linear(rank, values))
             self.output_gate = nn.Linear(embed_dim, values, bias=False) if low is None else nn.Sequential(*low)
+        self.layout = self._find_layout(l2_normalization, l2_normalization_epsilon)
         self.initialize()
 
     @property
@@ -181,16 +184,14 @@ class FastWeightAttention(Attention):
         state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that do not write;
         first (B, L): True at tokens that begin a document, where the memory is empty; None = nowhere.
         """
-        queries_keys, v, gates, recent = self.project(x, state, key_padding_mask, first)
-        q, k, v, gates = self.map(queries_keys, v, gates, key_padding_mask)
+        q, k, v, gates, recent = self.prepare(x, state, key_padding_mask, first)
         out, after = self.memory.read(q, k, v, gates, state, first)
         return self.out_proj(self.gate(out, x)), after._replace(recent=recent)
 
     def read_whole(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return y (B, L, D) of `forward` for whole sequences, which nobody continues: see `Memory.read_whole`."""
-        queries_keys, v, gates, _ = self.project(x, None, key_padding_mask)
-        out = self.memory.read_whole(*self.map(queries_keys, v, gates, key_padding_mask))
-        return self.out_proj(self.gate(out, x))
+        q, k, v, gates, _ = self.prepare(x, key_padding_mask=key_padding_mask)
+        return self.out_proj(self.gate(self.memory.read_whole(q, k, v, gates), x))
 
     def initialize(self) -> None:
         """Draw the rule's initial biases of the gates."""
@@ -200,26 +201,81 @@ class FastWeightAttention(Attention):
                 with torch.no_grad():
                     bias.copy_(gate.bias(bias.numel()))
 
-    def project(
+    def _find_layout(self, of_length: bool, epsilon_of_length: float) -> Layout | None:
+        """Return what the kernel for map, normalisation and gates needs; None if it does not know this layer."""
+        form, of_sum = kernel_form(self.feature_map), self.sum_normalization
+        known = form is not None and self.convolution is None and self.bias is None and not (of_sum and of_length)
+        if form is None or not known or self.memory.backend not in ("auto", "kernel"):
+            return None
+        norm: tuple[str, bool, float] = ("none", False, 0.0)
+        if of_sum is not None and of_sum.epsilon is not None:
+            norm = ("sum", of_sum.add_epsilon, of_sum.epsilon)
+        if of_length:
+            norm = ("length", epsilon_of_length > 0, epsilon_of_length or LEAST_LENGTH)
+        steps, heads, sizes = self.rule.steps, self.value_heads, self.sizes[2:]
+        parts = [Part(steps, heads, self.head_dim)]
+        for gate, size in zip(self.rule.gates, sizes, strict=True):
+            is_sigmoid = gate.activation is torch.sigmoid and not gate.learned and gate.name not in self.gate_biases
+            factor = 2.0 if gate.doubles and self.negative_eigenvalues else 1.0
+            factor = factor if is_sigmoid and not gate.rank else 0.0
+            parts.append(Part(1, 1, size) if gate.rank else Part(1, heads, size // heads, factor))
+        dims = self.num_heads, steps, self.key_dim, self.feature_map.feature_dim
+        layout = Layout(*dims, form.name, *norm, self.query_scale, form.scale, form.offset, tuple(parts))
+        random = self.feature_map.projection.numel() if isinstance(self.feature_map, Favor) else 0
+        return layout if layout.fits(random) else None
+
+    def prepare(
         self,
         x: Tensor,
         state: FastWeightState | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, list[Tensor], Tensor | None]:
-        """Return q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, Dv) and gates (B, L, H, size) of x (B, L, D).
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor | None]:
+        """Return what the memory reads of x (B, L, D): q, k (B, H, L, Dk), v (B, H, L, Dv) and gates, padded.
 
-        q, k and v are those after a convolution, v also after SiLU. The last result is its inputs of the last tokens,
-        None without one. Here and below v and gates have value_heads heads.
+        q and k are in v's dtype, gates in float32 at least: half precision would round a decay just below 1 to 1. The
+        last result is a convolution's inputs of the last tokens, None without one.
         Raises ValueError for an x of other dimensions.
         """
         if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
             raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
+        projected, recent = self.in_proj(x), None
+        overflows = self.overflows and projected.dtype == torch.float16
+        if self.layout is not None and not overflows and has_kernel(projected):
+            q, k, v, gates = self.map_at_once(projected, self.layout)
+        else:
+            queries_keys, v, gates, recent = self.project(projected, state, key_padding_mask, first)
+            q, k, v = self.map(queries_keys, v)
+        return (*self.arrange(q, k, v, gates, key_padding_mask), recent)
+
+    def map_at_once(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return the results of `project` and `map` by one kernel, which leaves some gates to `_activate`."""
+        random = self.feature_map.projection if isinstance(self.feature_map, Favor) else None
+        q, k, v, *parts = map_projection(projected, layout, random)
+        gates = [
+            part.squeeze(2) if of_part.factor else self._activate(gate, part.flatten(2))
+            for gate, of_part, part in zip(self.rule.gates, layout.parts[1:], parts, strict=True)
+        ]
+        return self._by_head(q), self._by_head(k), v, gates
+
+    def project(
+        self,
+        projected: Tensor,
+        state: FastWeightState | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, list[Tensor], Tensor | None]:
+        """Return q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, Dv) and gates (B, L, H, size) of a projection.
+
+        q, k and v are those after a convolution, v also after SiLU. Here and below v and gates have value_heads heads.
+        """
         # A convolution takes all its channels at once. Without one, a second split would copy their gradients again.
         sizes = self.sizes[:2] if self.convolution is None else [sum(self.sizes[:2])]
-        parts = self.in_proj(x).split([*sizes, *self.sizes[2:]], dim=-1)
+        parts = projected.split([*sizes, *self.sizes[2:]], dim=-1)
         mixed, projections = list(parts[: len(sizes)]), parts[len(sizes) :]
-        if x.device.type == "cpu":  # where kernels compute in float32, and would convert each of their arguments
+        if (
+            projected.device.type == "cpu"
+        ):  # where kernels compute in float32, and would convert each of their arguments
             mixed = [at_least_float32(part) for part in mixed]
         if self.bias is not None:
             mixed = [part + bias for part, bias in zip(mixed, self.bias.split(sizes), strict=True)]
@@ -244,25 +300,27 @@ class FastWeightAttention(Attention):
         activated: Tensor = activation(at_least_float32(projected).unflatten(-1, (self.value_heads, -1)))
         return 2 * activated if gate.doubles and self.negative_eigenvalues else activated
 
-    def map(
-        self, queries_keys: Tensor, v: Tensor, gates: list[Tensor], key_padding_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return what the memory reads, mapped, normalised and padded: q, k (B, H, L, Dk), v (B, H, L, Dv), gates.
-
-        q and k are in v's dtype, gates in float32 at least: half precision would round a decay just below 1 to 1.
-        """
+    def map(self, queries_keys: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (B, H, L, 1, Dk) and k (B, H, L, N, Dk), mapped and normalised, and v, all in v's dtype."""
         if self.overflows and v.dtype == torch.float16:
             v = at_least_float32(v)
         features = self.feature_map(queries_keys)
         for normalization in self.key_normalizations:
             features = normalization(features)
+        q, k = self._by_head(features.to(v.dtype)).split((1, self.rule.steps), 3)
+        return q * self.query_scale if self.query_scale != 1 else q, k, v
+
+    def _by_head(self, features: Tensor) -> Tensor:
+        """Return features (B, L, N, num_heads, Dk) as (B, H, L, N, Dk)."""
+        features = features.permute(0, 3, 1, 2, 4)
+        shared_by = self.value_heads // self.num_heads
+        return features if shared_by == 1 else features.repeat_interleave(shared_by, 1)
+
+    def arrange(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return what `map` and `project` return as the memory reads it: all by head, k and gates padded."""
         v = v.permute(0, 3, 1, 2, 4)
-        features = features.to(v.dtype).permute(0, 3, 1, 2, 4)
-        if self.value_heads != self.num_heads:
-            features = features.repeat_interleave(self.value_heads // self.num_heads, 1)
-        q, k = features.split((1, self.rule.steps), 3)
-        if self.query_scale != 1:
-            q = q * self.query_scale
         if self.rule.steps == 1:
             k, v = k.squeeze(3), v.squeeze(3)
         by_head = [gate.transpose(1, 2) for gate in gates]
