@@ -141,13 +141,13 @@ struct MapPass {
 
   FWP_DEVICE void load_random() const {
     const A* const from = static_cast<const A*>(given.random);
-    for (int j = int(threadIdx.x) / given.width, n = int(threadIdx.x); n < random_vectors() * given.width;
-         n += layout.threads, j = n / given.width)
-      random()[j * odd_pitch(given.width) + n % given.width] = A(given.scale) * from[n];
+    for (int n = int(threadIdx.x); n < random_vectors() * given.width; n += layout.threads)
+      random()[n / given.width * odd_pitch(given.width) + n % given.width] = A(given.scale) * from[n];
     __syncthreads();
   }
 
-  // A query or a key, by a team. All lanes of a warp call it, also for rows that are not there.
+  // A query or a key, by a team. All lanes of a warp call it, also for rows that are not there. What its last lines read, the
+  // next vector writes after its first barrier.
   FWP_DEVICE void use_vector(int row, int64_t b, int64_t l, const T* from, T* d_from) const {
     const bool there = row < (1 + given.steps) * given.heads, is_query = row < given.heads;
     const int width = there ? given.width : 0, features = there ? given.features : 0;
@@ -176,7 +176,6 @@ struct MapPass {
       __syncwarp();
       put_numbers(d_x(), d_from + row * given.width, width, wide, lane(), layout.lanes, [](A x) { return x; });
     }
-    __syncwarp();
   }
 
   // r_i of DPFP, for i in [-2 width, 4 width).
@@ -205,7 +204,8 @@ struct MapPass {
       for_numbers(features, [&](int j) { phi()[j] = rectified(product(j)) * root(); });
     } else if (given.map == Map::dpfp) {
       const int twice = 2 * given.width;
-      for_numbers(features, [&](int j) { phi()[j] = halves(j % twice) * halves(j % twice - 1 - j / twice); });
+      for (int n = 1, row = 0; row < features; ++n, row += twice)
+        for_numbers(twice, [&](int i) { phi()[row + i] = halves(i) * halves(i - n); });
     } else {
       for_numbers(features, [&](int j) { phi()[j] = feature(given.map, x()[j]); });
     }

@@ -2,15 +2,28 @@
 
 #include <cstdlib>
 
-// A mutation test needs only the rules that it tests.
-#if !defined(EMULATOR_SUM) && !defined(EMULATOR_DELTA) && !defined(EMULATOR_FORGET)
+// A mutation test needs only the rules that it tests, or only maps.
+#if !defined(EMULATOR_SUM) && !defined(EMULATOR_DELTA) && !defined(EMULATOR_FORGET) && !defined(EMULATOR_MAPS)
 #define EMULATOR_SUM
 #define EMULATOR_DELTA
 #define EMULATOR_FORGET
+#define EMULATOR_MAPS
 #endif
 
 #ifdef EMULATOR_FORGET
 #include "kernels.cu"
+#elif defined(EMULATOR_MAPS)
+#include "launch_map.cuh"
+
+namespace fwp::cuda {
+
+size_t workspace_bytes(const Call&, bool) { return 0; }
+const char* forward(const Call&, const Inputs&, const Outputs&) { return "no rule"; }
+const char* backward(const Call&, const Inputs&, const Backward&, const Gradients&) { return "no rule"; }
+const char* map_forward(const Projection& given) { return detail::launch_map<false>(given, nullptr); }
+const char* map_backward(const Projection& given, void* to) { return detail::launch_map<true>(given, to); }
+
+}  // namespace fwp::cuda
 #else
 #include "launch.cuh"
 
@@ -63,7 +76,7 @@ extern "C" const char* emulator_backward(const Pretended* how, const Call* call,
   return backward(*call, *in, *more, *to);
 }
 
-#ifdef EMULATOR_FORGET
+#ifdef EMULATOR_MAPS
 extern "C" const char* emulator_map(const Pretended* how, const Projection* given, void* d_projection) {
   pretend(*how);
   return d_projection ? map_backward(*given, d_projection) : map_forward(*given);
@@ -148,7 +161,7 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   return error ? error : emulator_backward(&how, &call, &in, &more, &to);
 }
 
-#ifdef EMULATOR_FORGET
+#ifdef EMULATOR_MAPS
 // Both passes of a map on arrays of their exact sizes, with values, a gate, and queries and keys of two heads.
 const char* run(Map map, Norm norm, int width, Type type, const Pretended& how) {
   const bool has_random = map == Map::favor || map == Map::favor_relu;
