@@ -23,7 +23,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr size_t kSizes = 4, kNumbers = 4, kSizesOfPart = 3;
+constexpr size_t kSizes = 4, kNumbers = 4, kSizesOfPart = 4;
 
 Map map_of(const std::string& name) {
   const char* const names[] = {"identity", "elu", "silu", "tanh", "dpfp", "favor", "favor_relu"};
@@ -37,8 +37,9 @@ Norm norm_of(const std::string& name) {
   return name == "none" ? Norm::none : name == "sum" ? Norm::sum : Norm::length;
 }
 
-// What a projection becomes. sizes: heads, steps, width and features of queries and keys, then steps, heads and width of each
-// other part. numbers: epsilon, the factor of queries, scale and offset of FAVOR+, then the factor of each other part.
+// What a projection becomes. sizes: heads, steps, width and features of queries and keys, then the number of the activation,
+// steps, heads and width of each other part. numbers: epsilon, the factor of queries, scale and offset of FAVOR+, then the
+// factor of each other part.
 struct Layout {
   std::string map, norm;
   bool adds;
@@ -47,8 +48,11 @@ struct Layout {
 
   size_t parts() const { return numbers.size() - kNumbers; }
   int64_t mapped() const { return (1 + sizes[1]) * sizes[0] * sizes[2]; }
-  at::IntArrayRef part(size_t n) const { return at::IntArrayRef(sizes).slice(kSizes + kSizesOfPart * n, kSizesOfPart); }
-  bool is_gate(size_t n) const { return numbers[kNumbers + n] != 0; }
+  at::IntArrayRef part(size_t n) const { return at::IntArrayRef(sizes).slice(kSizes + kSizesOfPart * n + 1, kSizesOfPart - 1); }
+  Activation activation(size_t n) const { return Activation(sizes[kSizes + kSizesOfPart * n]); }
+  at::ScalarType type(size_t n, const Tensor& x) const {
+    return activation(n) == Activation::sigmoid ? state_type(x) : x.scalar_type();
+  }
 
   // The shapes of queries, keys and parts, with (B, L).
   std::vector<std::vector<int64_t>> shapes(const Tensor& x) const {
@@ -62,9 +66,13 @@ struct Layout {
   void check_all(const Tensor& x, const Optional& random) const {
     TORCH_CHECK(sizes.size() >= kSizes && numbers.size() >= kNumbers && parts() <= size_t(kMostParts) &&
                     sizes.size() == kSizes + kSizesOfPart * parts(),
-                "sizes must be 4 and 3 for each part, numbers 4 and 1 for each part, got ", sizes.size(), " and ",
+                "sizes must be 4 and 4 for each part, numbers 4 and 1 for each part, got ", sizes.size(), " and ",
                 numbers.size());
-    for (const int64_t size : sizes) TORCH_CHECK(size >= 1, "sizes must be positive, got ", sizes);
+    for (size_t n = 0; n < sizes.size(); ++n) {
+      const bool is_activation = n >= kSizes && (n - kSizes) % kSizesOfPart == 0;
+      const int64_t size = sizes[n];
+      TORCH_CHECK(is_activation ? 0 <= size && size <= 2 : size >= 1, "sizes must be positive, got ", sizes);
+    }
     const int64_t width = sizes[2], features = sizes[3];
     int64_t columns = mapped();
     for (size_t n = 0; n < parts(); ++n) columns += part(n)[0] * part(n)[1] * part(n)[2];
@@ -107,7 +115,8 @@ void launch(const Tensor& x, const Optional& random, const Layout& layout, const
   given.parts = int(layout.parts());
   for (size_t n = 0; n < layout.parts(); ++n) {
     const at::IntArrayRef part = layout.part(n);
-    given.part[n] = {int(part[0]), int(part[1]), int(part[2]), numbers[kNumbers + n], vectors(of[2 + n])};
+    const int steps = int(part[0]), heads = int(part[1]), width = int(part[2]);
+    given.part[n] = {layout.activation(n), steps, heads, width, numbers[kNumbers + n], vectors(of[2 + n])};
   }
   given.stream = c10::cuda::getCurrentCUDAStream(x.device().index()).stream();
   const char* const failure = f(given);
@@ -128,8 +137,9 @@ variable_list make(const Tensor& projected, const Optional& random, const Layout
   for (size_t n = 0; n < layout.parts(); ++n) {
     const at::IntArrayRef part = layout.part(n);
     const int64_t count = part[0] * part[1] * part[2];
-    found.push_back(layout.is_gate(n) ? at::empty(shapes[2 + n], x.options().dtype(state_type(x)))
-                                      : x.narrow(2, column, count).unflatten(2, part));
+    const bool is_view = layout.activation(n) == Activation::none;
+    found.push_back(is_view ? x.narrow(2, column, count).unflatten(2, part)
+                            : at::empty(shapes[2 + n], x.options().dtype(layout.type(n, x))));
     column += count;
   }
   launch(x, random, layout, found, [](const Projection& given) { return map_forward(given); });
@@ -144,7 +154,7 @@ Tensor make_gradient(const Tensor& projected, const Optional& random, const Layo
   variable_list dense;
   for (size_t n = 0; n < shapes.size(); ++n) {
     const Tensor& d = gradients[n];
-    const auto type = n >= 2 && layout.is_gate(n - 2) ? state_type(x) : x.scalar_type();
+    const auto type = n < 2 ? x.scalar_type() : layout.type(n - 2, x);
     if (d.defined()) check("a gradient", d, shapes[n], type, x.device());
     dense.push_back(d.defined() ? with_dense_rows(d) : d);
   }

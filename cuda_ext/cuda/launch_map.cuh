@@ -47,7 +47,7 @@ const char* launch_map(const Projection& given, T* to) {
   int column = rows * given.width;
   for (int n = 0; n < given.parts; ++n) {
     const Part& part = given.part[n];
-    const bool copied = kBackward && part.factor == 0 && have_pieces<T>(part.vectors, part.width);
+    const bool copied = kBackward && part.activation == Activation::none && have_pieces<T>(part.vectors, part.width);
     pass.piece[n] = copied && have_pieces<T>(to, given.W, column) ? kPiece : 1;
     pass.begin[n] = column, column += part.steps * part.heads * part.width;
   }

@@ -276,9 +276,9 @@ struct MapPass {
     }
   }
 
-  // Gates, or the gradients of a part, by all threads.
+  // A part's results, or its gradients, by all threads.
   FWP_DEVICE void use_part(const Part& part, int piece, int64_t b, int64_t l, const T* from, T* d_from) const {
-    if (!kBackward && part.factor == 0) return;
+    if (!kBackward && part.activation == Activation::none) return;
     const int count = part.steps * part.heads * part.width;
     for (int i = int(threadIdx.x) * piece; i < count; i += layout.threads * piece) {
       const int vector = i / part.width, step = vector / part.heads, head = vector % part.heads;
@@ -286,12 +286,17 @@ struct MapPass {
       const int64_t at = b * of.batch + l * of.token + step * of.step + head * of.head + i % part.width;
       if (!of.data) {
         if constexpr (kBackward) round_to(A(0), d_from[i]);
-      } else if (part.factor == 0) {
+      } else if (part.activation == Activation::none) {
         const T* const d = static_cast<const T*>(of.data) + at;
         if (piece == kPiece)
           *reinterpret_cast<Numbers<T, kPiece>*>(d_from + i) = *reinterpret_cast<const Numbers<T, kPiece>*>(d);
         else
           d_from[i] = *d;
+      } else if (part.activation == Activation::silu) {
+        const A x = number(from[i]);
+        T* const y = static_cast<T*>(of.data) + at;
+        if constexpr (!kBackward) round_to(feature(Map::silu, x), *y);
+        else round_to(number(*y) * slope(Map::silu, x, A(0)), d_from[i]);
       } else {
         const A opening = sigmoid(number(from[i]));
         A* const gate = static_cast<A*>(of.data) + at;

@@ -17,17 +17,21 @@ struct Vectors {
   int64_t batch = 0, token = 0, step = 0, head = 0;
 };
 
+// What other columns become. Without an activation they are used as they are, and the forward pass leaves them.
+enum class Activation { none, sigmoid, silu };
+
 // Columns of the projection behind those of queries and keys: (steps, heads, width).
 struct Part {
+  Activation activation;
   int steps, heads, width;
-  double factor;    // times the sigmoid of these columns; 0: they are used as they are, and the forward pass leaves them
-  Vectors vectors;  // the results, or the gradients; they are in the type of the projection if `factor` is 0
+  double factor;    // of the sigmoid
+  Vectors vectors;  // the results, or the gradients
 };
 
 constexpr int kMostParts = 4;
 constexpr int64_t kMostRandomNumbers = 8192;
 
-// Features and their gradients have the type of the projection. All else is float32, or float64 for float64.
+// Sigmoids and the random matrix are float32, or float64 for float64. All else has the type of the projection.
 struct Projection {
   int64_t B, L, W;
   Type type;

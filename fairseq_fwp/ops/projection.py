@@ -5,6 +5,7 @@ gradients. On other devices and for what the kernel does not know, the layer com
 the definition (``modules/attention/fast_weight.py``).
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -19,15 +20,17 @@ DEVICE = "cuda"
 NAME, INSTEAD = "map_projection", "PyTorch computes the same"  # for the check before the first use
 MOST_PARTS = 4  # kMostParts and kMostRandomNumbers of cuda_ext/cuda/projection.h
 MOST_RANDOM_NUMBERS = 8192
+ACTIVATIONS = ("none", "sigmoid", "silu")  # Activation there
 
 
 class Part(NamedTuple):
-    """Columns of a projection (steps, heads, width), and the factor of their sigmoid; 0: they are left as they are."""
+    """Columns of a projection (steps, heads, width), their activation, and the factor of a sigmoid."""
 
     steps: int
     heads: int
     width: int
-    factor: float = 0.0
+    activation: str = "none"
+    factor: float = 1.0
 
 
 class Layout(NamedTuple):
@@ -74,10 +77,11 @@ def has_kernel(x: Tensor) -> bool:
 def map_projection(projected: Tensor, layout: Layout, random: Tensor | None = None) -> list[Tensor]:
     """Return queries (B, L, 1, H, Dk), keys (B, L, steps, H, Dk) and the parts (B, L, steps, heads, width).
 
-    projected: (B, L, W); random: the matrix of FAVOR+. Queries, keys and parts that are left are in projected's dtype,
-    the latter without a copy; sigmoids are in float32 at least. All are rounded once.
+    projected: (B, L, W); random: the matrix of FAVOR+. Parts without an activation are not copied. Sigmoids are in
+    float32 at least, all else is in projected's dtype, rounded once.
     """
-    sizes = [*layout[:4], *(size for part in layout.parts for size in part[:3])]
+    of_parts = [(ACTIVATIONS.index(part.activation), *part[:3]) for part in layout.parts]
+    sizes = [*layout[:4], *itertools.chain(*of_parts)]
     numbers = [
         layout.epsilon,
         layout.query_factor,

@@ -179,8 +179,8 @@ const char* run(Map map, Norm norm, int width, Type type, const Pretended& how) 
   given.queries = given.keys = vectors(mapped, 4, features);
   given.keys.data = mapped.bytes.data() + mapped.bytes.size() / size_t(B * L) / 2;
   given.parts = 2;
-  given.part[0] = {1, 2, width, 0, vectors(values, 2, width)};
-  given.part[1] = {1, 2, 1, 1, vectors(gates, 2, 1)};
+  given.part[0] = {Activation::none, 1, 2, width, 0, vectors(values, 2, width)};
+  given.part[1] = {Activation::sigmoid, 1, 2, 1, 1, vectors(gates, 2, 1)};
   const char* const error = emulator_map(&how, &given, nullptr);
   return error ? error : emulator_map(&how, &given, to.bytes.data());
 }

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp.kernels import self_check
-from fairseq_fwp.modules.attention import FastWeightAttention
+from fairseq_fwp.modules.attention import FastWeightAttention, fast_weight
 from fairseq_fwp.modules.attention.map_check import MAPS
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.ops import projection, rows
+from fairseq_fwp.ops import convolution, projection, rows
 from fairseq_fwp.ops.projection import map_projection
 
 LIMITS = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -75,7 +75,7 @@ def check_arguments() -> None:
     case = make_case("favor", "none")
     x, _ = sample(case.layout, torch.float32)
     for layout, random, given, message in (
-        (case.layout, case.random, x[..., 1:], r"projected must have shape \(B, L, 72\), got \[2, 5, 71\]"),
+        (case.layout, case.random, x[..., 1:], r"projected must have shape \(B, L, 87\), got \[2, 5, 86\]"),
         (case.layout, case.random[:, 1:], x, r"random must be a Float tensor of \[4, 7\]"),
         (case.layout, None, x, "random must be given for FAVOR"),
         (case.layout._replace(features=7), case.random, x, "features must be even, got 7"),
@@ -107,6 +107,8 @@ def check_layers() -> None:
     sums = {"sum_normalization": SumNormalization(), "attention_normalization": AttentionNormalization()}
     by_map = [(name, "delta", sums) for name in ("elu", "dpfp", "favor")]
     other = [("identity", "sum", {}), ("tanh", "fwm", {"l2_normalization": True, "l2_normalization_epsilon": 1e-6})]
+    other += [("elu", rule, {"bias": True}) for rule in ("delta", "decay", "gla")]
+    other += [("silu", rule, plain | {"conv_size": 3, "bias": True}) for rule in ("sum", "kda", "delta_product")]
     for number, (name, rule, options) in enumerate((*by_rule, *by_map, *other)):
         torch.manual_seed(0)
         layer = FastWeightAttention(12, 2, FEATURE_MAPS[name](6), rule, **options).double()
@@ -159,15 +161,15 @@ def check_counts() -> None:
 def check_first_use() -> None:
     """The check before the first use finds nothing; it finds a map of another scale."""
     assert self_check._check(MAPS, torch.device("cpu")) == ""
-    right = FastWeightAttention.map_at_once
-    FastWeightAttention.map_at_once = lambda layer, x, layout: right(layer, x, layout._replace(scale=1.0))
+    right = fast_weight.map_projection
+    fast_weight.map_projection = lambda x, layout, random: right(x, layout._replace(scale=1.0), random)
     assert "queries in float64 is off by" in self_check._check(MAPS, torch.device("cpu"))
-    FastWeightAttention.map_at_once = right
+    fast_weight.map_projection = right
 
 
 def check_all() -> None:
     cuda_binding.prepare()
-    rows._has_kernel = lambda x: False  # the library of the binding has no kernels of a CPU
+    rows._has_kernel = convolution.kernel_ready = lambda x: False  # the library has no kernels of a CPU
     check_results()
     check_autograd()
     check_arguments()

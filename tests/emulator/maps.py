@@ -4,11 +4,12 @@ import ctypes
 import math
 from collections.abc import Sequence
 
+import torch
 from emulator import SHARED_KIB, TYPES, Emulator, EmulatorError, _Pretended
 from support.subjects import state_dtype
 from torch import Tensor
 
-from fairseq_fwp.ops.projection import MOST_PARTS, Layout
+from fairseq_fwp.ops.projection import ACTIVATIONS, MOST_PARTS, Layout, Part
 
 MAPS = ("identity", "elu", "silu", "tanh", "dpfp", "favor", "favor_relu")
 NORMS = ("none", "sum", "length")
@@ -23,7 +24,7 @@ class _Vectors(ctypes.Structure):
 
 class _Part(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("steps", "heads", "width")),
+        *((name, ctypes.c_int) for name in ("activation", "steps", "heads", "width")),
         ("factor", ctypes.c_double),
         ("vectors", _Vectors),
     ]
@@ -55,6 +56,11 @@ def shapes_of(layout: Layout) -> list[tuple[int, ...]]:
 def columns_of(layout: Layout) -> list[int]:
     """Return the numbers of columns of queries and keys, and of each part."""
     return [(1 + layout.steps) * layout.heads * layout.width, *(math.prod(part[:3]) for part in layout.parts)]
+
+
+def dtype_of(part: Part, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a part of a projection of this dtype."""
+    return state_dtype(dtype) if part.activation == "sigmoid" else dtype
 
 
 def wide(y: Tensor, x: Tensor) -> Tensor:
@@ -89,7 +95,7 @@ def _run(
     given.queries, given.keys = map(_vectors, results[:2])
     given.parts = len(layout.parts)
     for n, (part, y) in enumerate(zip(layout.parts, results[2:], strict=True)):
-        given.part[n] = _Part(*part, _vectors(y))
+        given.part[n] = _Part(ACTIVATIONS.index(part.activation), *part[:3], part.factor, _vectors(y))
     gpu = {"reverse": 0, "multiprocessors": 132, "shared_kib": SHARED_KIB} | how
     run = emulator._library.emulator_map
     run.restype = ctypes.c_char_p
@@ -105,8 +111,8 @@ def forward(emulator: Emulator, x: Tensor, layout: Layout, random: Tensor | None
     made, results = [mapped], [mapped[:, :, :1], mapped[:, :, 1:]]
     for part, columns in zip(layout.parts, x.split(columns_of(layout), 2)[1:], strict=True):
         results.append(columns.unflatten(2, part[:3]))
-        if part.factor:
-            results[-1] = emulator._empty(results[-1].shape, state_dtype(x.dtype))
+        if part.activation != "none":
+            results[-1] = emulator._empty(results[-1].shape, dtype_of(part, x.dtype))
             made.append(results[-1])
     _run(emulator, x, layout, random, results, None, how)
     for y in made:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import maps
 import pytest
 import torch
+import torch.nn.functional as F
 from emulator import EmulatorError
 from maps import columns_of, shapes_of
 from support.pairwise import looped
-from support.subjects import at_odd_offset, check_errors, relative_error, state_dtype
+from support.subjects import at_odd_offset, check_errors, relative_error
 from torch import Tensor
 
 from fairseq_fwp.modules.attention.normalization import SumNormalization
@@ -40,8 +41,8 @@ NORMS = {
 CASES = [
     (name, norm) for name, norm in product(MAPS, NORMS) if FEATURE_MAPS[MAPS[name][0]].positive or "sum" not in norm
 ]
-# Values, a gate of one number a head, and one of several.
-PARTS = (Part(1, 3, 5), Part(1, 3, 1, 2.0), Part(1, 3, 4, 1.0))
+# Values, a gate of one number a head, one of several, and values after a convolution.
+PARTS = (Part(1, 3, 5), Part(1, 3, 1, "sigmoid", 2.0), Part(1, 3, 4, "sigmoid"), Part(1, 3, 5, "silu"))
 
 
 class Case(NamedTuple):
@@ -63,7 +64,12 @@ def make_case(name, norm, heads=3, width=7, steps=1, parts=PARTS, **settings):
         found = [y[:, :, :1] * layout.query_factor, y[:, :, 1:]]
         for part, columns in zip(parts, others, strict=True):
             columns = columns.unflatten(2, part[:3])
-            found.append(part.factor * maps.wide(columns, x).sigmoid() if part.factor else columns)
+            activated = {
+                "none": columns,
+                "sigmoid": part.factor * maps.wide(columns, x).sigmoid(),
+                "silu": F.silu(columns),
+            }
+            found.append(activated[part.activation])
         return found
 
     return Case(layout, getattr(feature_map, "projection", None), define)
@@ -72,7 +78,7 @@ def make_case(name, norm, heads=3, width=7, steps=1, parts=PARTS, **settings):
 def sample(layout, dtype, seed=0, tokens=(2, 5)):
     """Return a projection, and gradients of what it becomes."""
     generator = torch.Generator().manual_seed(seed)
-    types = [dtype, dtype, *(state_dtype(dtype) if part.factor else dtype for part in layout.parts)]
+    types = [dtype, dtype, *(maps.dtype_of(part, dtype) for part in layout.parts)]
     x = torch.randn(*tokens, sum(columns_of(layout)), generator=generator).to(dtype)
     shapes = [(*tokens, *shape) for shape in shapes_of(layout)]
     return x, [torch.randn(shape, generator=generator).to(kind) for shape, kind in zip(shapes, types, strict=True)]
@@ -119,7 +125,7 @@ SIZES = {
     "a warp for a vector": {"heads": 2, "width": 70},
     "the greatest": {"heads": 1, "width": 512},
     "more vectors than teams": {"heads": 40, "width": 12},
-    "several keys a token": {"steps": 2, "parts": (Part(2, 3, 5), Part(1, 3, 2, 2.0))},
+    "several keys a token": {"steps": 2, "parts": (Part(2, 3, 5), Part(1, 3, 2, "sigmoid", 2.0))},
     "keys alone": {"parts": ()},
 }
 
@@ -160,7 +166,7 @@ def spread(y):
 @looped("dtype", [torch.float32, torch.bfloat16])
 def test_layout_and_alignment_change_nothing(emulator, name, dtype):
     """Vectors of eight numbers can be copied in pieces."""
-    case = make_case(name, "sum", width=8, parts=(Part(1, 3, 8), Part(1, 3, 4, 1.0)))
+    case = make_case(name, "sum", width=8, parts=(Part(1, 3, 8), Part(1, 3, 4, "sigmoid")))
     x, gradients = sample(case.layout, dtype)
     found = run_all(emulator, case, x, gradients)
     spacious = torch.stack([x, x], 2).flatten(1, 2)[:, ::2]

@@ -65,7 +65,7 @@ def cases(kind):
 
 def fault_of_maps(emulator):
     """Return the fault, if any, that the checks of maps find."""
-    several = (Part(2, 3, 5), Part(1, 3, 2, 2.0))  # with two keys a token
+    several = (Part(2, 3, 5), Part(1, 3, 2, "sigmoid", 2.0))  # with two keys a token
     for name, norm in product(("elu", "dpfp", "favor"), ("sum", "small sums", "length")):
         for options in ({"width": 8, "query_factor": 0.5}, {"width": 5, "steps": 2, "parts": several}):
             case = make_map(name, norm, **options)

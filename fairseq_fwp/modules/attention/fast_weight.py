@@ -204,25 +204,29 @@ class FastWeightAttention(Attention):
     def _find_layout(self, of_length: bool, epsilon_of_length: float) -> Layout | None:
         """Return what the kernel for map, normalisation and gates needs; None if it does not know this layer."""
         form, of_sum = kernel_form(self.feature_map), self.sum_normalization
-        known = form is not None and self.convolution is None and self.bias is None and not (of_sum and of_length)
-        if form is None or not known or self.memory.backend not in ("auto", "kernel"):
+        if form is None or (of_sum and of_length) or self.memory.backend not in ("auto", "kernel"):
             return None
         norm: tuple[str, bool, float] = ("none", False, 0.0)
         if of_sum is not None and of_sum.epsilon is not None:
             norm = ("sum", of_sum.add_epsilon, of_sum.epsilon)
         if of_length:
             norm = ("length", epsilon_of_length > 0, epsilon_of_length or LEAST_LENGTH)
-        steps, heads, sizes = self.rule.steps, self.value_heads, self.sizes[2:]
-        parts = [Part(steps, heads, self.head_dim)]
-        for gate, size in zip(self.rule.gates, sizes, strict=True):
-            is_sigmoid = gate.activation is torch.sigmoid and not gate.learned and gate.name not in self.gate_biases
-            factor = 2.0 if gate.doubles and self.negative_eigenvalues else 1.0
-            factor = factor if is_sigmoid and not gate.rank else 0.0
-            parts.append(Part(1, 1, size) if gate.rank else Part(1, heads, size // heads, factor))
-        dims = self.num_heads, steps, self.key_dim, self.feature_map.feature_dim
+        values = self.rule.steps, self.value_heads, self.head_dim
+        parts = [Part(*values), *map(self._part_of, self.rule.gates, self.sizes[2:])]
+        if self.convolution is not None:  # which the kernel follows, without the gates
+            parts = [Part(*values, "silu")]
+        dims = self.num_heads, self.rule.steps, self.key_dim, self.feature_map.feature_dim
         layout = Layout(*dims, form.name, *norm, self.query_scale, form.scale, form.offset, tuple(parts))
         random = self.feature_map.projection.numel() if isinstance(self.feature_map, Favor) else 0
         return layout if layout.fits(random) else None
+
+    def _part_of(self, gate: Gate, size: int) -> Part:
+        """Return the columns of a gate; only the kernel's own activation is applied there."""
+        if gate.rank:
+            return Part(1, 1, size)
+        is_sigmoid = gate.activation is torch.sigmoid and not gate.learned
+        doubled = 2.0 if gate.doubles and self.negative_eigenvalues else 1.0
+        return Part(1, self.value_heads, size // self.value_heads, *(("sigmoid", doubled) if is_sigmoid else ()))
 
     def prepare(
         self,
@@ -240,22 +244,48 @@ class FastWeightAttention(Attention):
         if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
             raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
         projected, recent = self.in_proj(x), None
-        overflows = self.overflows and projected.dtype == torch.float16
-        if self.layout is not None and not overflows and has_kernel(projected):
-            q, k, v, gates = self.map_at_once(projected, self.layout)
+        has_map = self._has_map(projected)
+        if has_map and self.convolution is None:
+            q, k, v, gates = self.map_at_once(self._add_biases(projected))
         else:
-            queries_keys, v, gates, recent = self.project(projected, state, key_padding_mask, first)
-            q, k, v = self.map(queries_keys, v)
+            mixed, gates, recent = self.project(projected, state, key_padding_mask, first)
+            q, k, v = self.map_at_once(*mixed)[:3] if has_map else self.map(*mixed)
         return (*self.arrange(q, k, v, gates, key_padding_mask), recent)
 
-    def map_at_once(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return the results of `project` and `map` by one kernel, which leaves some gates to `_activate`."""
+    def _has_map(self, projected: Tensor) -> bool:
+        """Return whether the kernel computes what PyTorch would, in the same dtypes."""
+        overflows = self.overflows and projected.dtype == torch.float16
+        # Under autocast, biases make gates float32, and leave values without biases in half precision.
+        autocast = projected.dtype != self.in_proj.weight.dtype
+        mixed = autocast and self.bias is None and any(bias is not None for bias in self._added_biases())
+        return self.layout is not None and not overflows and not mixed and has_kernel(projected)
+
+    def _added_biases(self) -> list[Tensor | None]:
+        """Return the biases of q, k and v, and of each gate. Those of factored gates come later."""
+        return [self.bias, *(None if gate.rank else self.gate_biases.get(gate.name) for gate in self.rule.gates)]
+
+    def _add_biases(self, projected: Tensor) -> Tensor:
+        """Return a projection with its biases."""
+        pairs = [*zip(self._added_biases(), (sum(self.sizes[:2]), *self.sizes[2:]), strict=True)]
+        if all(bias is None for bias, _ in pairs):
+            return projected
+        zeros = self.in_proj.weight.new_zeros
+        return projected + torch.cat([zeros(size) if bias is None else bias for bias, size in pairs])
+
+    def map_at_once(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return q, k and v as `map`, and gates, by one kernel.
+
+        mixed: a projection with its biases, or the output of a convolution, without gates.
+        """
+        assert self.layout is not None
         random = self.feature_map.projection if isinstance(self.feature_map, Favor) else None
-        q, k, v, *parts = map_projection(projected, layout, random)
-        gates = [
-            part.squeeze(2) if of_part.factor else self._activate(gate, part.flatten(2))
-            for gate, of_part, part in zip(self.rule.gates, layout.parts[1:], parts, strict=True)
-        ]
+        q, k, v, *parts = map_projection(mixed, self.layout, random)
+        gates = []
+        for gate, of_part, part in zip(self.rule.gates, self.layout.parts[1:], parts, strict=False):
+            if gate.rank:
+                gates.append(self._activate(gate, part.flatten(2)))
+            else:
+                gates.append(self._open(gate, part.squeeze(2)) if of_part.activation == "none" else part.squeeze(2))
         return self._by_head(q), self._by_head(k), v, gates
 
     def project(
@@ -264,18 +294,16 @@ class FastWeightAttention(Attention):
         state: FastWeightState | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, list[Tensor], Tensor | None]:
-        """Return q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, Dv) and gates (B, L, H, size) of a projection.
+    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        """Return the inputs of `map`, gates (B, L, H, size), and a convolution's inputs of the last tokens.
 
-        q, k and v are those after a convolution, v also after SiLU. Here and below v and gates have value_heads heads.
+        Here and below v and gates have value_heads heads.
         """
         # A convolution takes all its channels at once. Without one, a second split would copy their gradients again.
         sizes = self.sizes[:2] if self.convolution is None else [sum(self.sizes[:2])]
         parts = projected.split([*sizes, *self.sizes[2:]], dim=-1)
         mixed, projections = list(parts[: len(sizes)]), parts[len(sizes) :]
-        if (
-            projected.device.type == "cpu"
-        ):  # where kernels compute in float32, and would convert each of their arguments
+        if projected.device.type == "cpu":  # where kernels compute in float32, and would convert their arguments
             mixed = [at_least_float32(part) for part in mixed]
         if self.bias is not None:
             mixed = [part + bias for part, bias in zip(mixed, self.bias.split(sizes), strict=True)]
@@ -283,12 +311,9 @@ class FastWeightAttention(Attention):
         if self.convolution is not None:
             before = None if state is None else state.recent
             convolved, recent = self.convolution(*mixed, before, key_padding_mask, first)
-            queries_keys, v = convolved.split(self.sizes[:2], -1)
-            mixed = [queries_keys, F.silu(v)]
-        queries_keys, v = mixed
-        queries_keys = queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim))
+            mixed = [convolved]
         gates = [self._activate(gate, x) for gate, x in zip(self.rule.gates, projections, strict=True)]
-        return queries_keys, v.unflatten(-1, (-1, self.value_heads, self.head_dim)), gates, recent
+        return mixed, gates, recent
 
     def _activate(self, gate: Gate, projected: Tensor) -> Tensor:
         """Return the gate (B, L, H, size) from its projection (B, L, H size, or its rank)."""
@@ -296,12 +321,23 @@ class FastWeightAttention(Attention):
             projected = self.gate_expansions[gate.name](projected)
         if gate.name in self.gate_biases:
             projected = projected + self.gate_biases[gate.name]
+        return self._open(gate, projected.unflatten(-1, (self.value_heads, -1)))
+
+    def _open(self, gate: Gate, projected: Tensor) -> Tensor:
+        """Return the gate from its projection with biases (B, L, H, size)."""
         activation = self.gate_activations[gate.name] if gate.learned else gate.activation
-        activated: Tensor = activation(at_least_float32(projected).unflatten(-1, (self.value_heads, -1)))
+        activated: Tensor = activation(at_least_float32(projected))
         return 2 * activated if gate.doubles and self.negative_eigenvalues else activated
 
-    def map(self, queries_keys: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, H, L, 1, Dk) and k (B, H, L, N, Dk), mapped and normalised, and v, all in v's dtype."""
+    def map(self, *mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mapped and normalised q (B, H, L, 1, Dk) and k (B, H, L, N, Dk), in v's dtype, and v (B, L, N, H, Dv).
+
+        mixed: q and N k, and v, of the projection (B, L, C); after a convolution they are one tensor, and v lacks SiLU.
+        """
+        queries_keys, v = mixed if self.convolution is None else mixed[0].split(self.sizes[:2], -1)
+        v = v if self.convolution is None else F.silu(v)
+        queries_keys = queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim))
+        v = v.unflatten(-1, (-1, self.value_heads, self.head_dim))
         if self.overflows and v.dtype == torch.float16:
             v = at_least_float32(v)
         features = self.feature_map(queries_keys)

@@ -52,13 +52,12 @@ class MapCheck:
 
 
 def _compute_with_pytorch(layer: FastWeightAttention, x: Tensor) -> list[Tensor]:
-    queries_keys, v, gates, _ = layer.project(x)
-    return [*layer.map(queries_keys, v), *gates]
+    mixed, gates, _ = layer.project(x)
+    return [*layer.map(*mixed), *gates]
 
 
 def _compute_with_kernel(layer: FastWeightAttention, x: Tensor) -> list[Tensor]:
-    assert layer.layout is not None
-    q, k, v, gates = layer.map_at_once(x, layer.layout)
+    q, k, v, gates = layer.map_at_once(x)
     return [q, k, v, *gates]
 
 

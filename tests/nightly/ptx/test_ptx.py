@@ -72,7 +72,9 @@ def test_scans(interpreter, rule, dtype):
 
 def check_map(operator, name, norm, dtype, width=10):
     """Check a map whose vectors are copied in pieces if they have a multiple of four numbers."""
-    case = make_map(name, norm, width=width, parts=(Part(1, 3, width), Part(1, 3, 1, 2.0)))
+    case = make_map(
+        name, norm, width=width, parts=(Part(1, 3, width), Part(1, 3, 1, "sigmoid", 2.0), Part(1, 3, 4, "silu"))
+    )
     x, gradients = sample(case.layout, dtype)
     found = run_all(operator, case, x, gradients, reverse=1)
     for which, y in run_all(operator, case, x, gradients, multiprocessors=1).items():
