@@ -3,6 +3,7 @@
 Use it in a process of its own, as cuda_binding.py.
 """
 
+import contextlib
 import ctypes
 from collections import Counter
 from functools import partial
@@ -23,7 +24,7 @@ from fairseq_fwp.modules.attention.normalization import AttentionNormalization, 
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.ops import convolution, projection, rows
-from fairseq_fwp.ops.projection import map_projection
+from fairseq_fwp.ops.projection import Layout, map_projection
 
 LIMITS = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -85,6 +86,12 @@ def check_arguments() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             map_projection(given, layout, random)
+    for features, fits in ((128, True), (129, False)):  # the greatest matrix of FAVOR+
+        layout = Layout(1, 1, 64, features, "favor_relu")
+        x, random = torch.randn(1, 1, 128), torch.randn(features, 64)
+        assert layout.fits(random.numel()) == fits
+        with contextlib.nullcontext() if fits else pytest.raises(RuntimeError, match="at most 8192 numbers, got 8256"):
+            map_projection(x, layout, random)
 
 
 def results_of(layer, x, first, mask, fused: bool) -> dict[str, Tensor]:

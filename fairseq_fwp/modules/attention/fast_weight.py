@@ -254,11 +254,11 @@ class FastWeightAttention(Attention):
 
     def _has_map(self, projected: Tensor) -> bool:
         """Return whether the kernel computes what PyTorch would, in the same dtypes."""
-        overflows = self.overflows and projected.dtype == torch.float16
+        if self.layout is None or not has_kernel(projected) or (self.overflows and projected.dtype == torch.float16):
+            return False
         # Under autocast, biases make gates float32, and leave values without biases in half precision.
         autocast = projected.dtype != self.in_proj.weight.dtype
-        mixed = autocast and self.bias is None and any(bias is not None for bias in self._added_biases())
-        return self.layout is not None and not overflows and not mixed and has_kernel(projected)
+        return not (autocast and self.bias is None and any(bias is not None for bias in self._added_biases()))
 
     def _added_biases(self) -> list[Tensor | None]:
         """Return the biases of q, k and v, and of each gate. Those of factored gates come later."""
