@@ -4,20 +4,11 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "../cuda/launchers.h"
+#include "cuda_tensors.h"
 #include "operator.h"
 
 namespace fwp::cuda {
 namespace {
-
-Type type_of(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat: return Type::float32;
-    case at::kDouble: return Type::float64;
-    case at::kBFloat16: return Type::bfloat16;
-    default: return Type::float16;
-  }
-}
 
 Tokens tokens(const Tensor& x) {
   if (!x.defined()) return {};

@@ -1,5 +1,6 @@
-// The functions of launchers.h, and all kernels: the only file that nvcc compiles.
+// The functions of launchers.h and projection.h, and all kernels: the only file that nvcc compiles.
 #include "launch.cuh"
+#include "launch_map.cuh"
 
 namespace fwp::cuda {
 
@@ -14,5 +15,8 @@ const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
 const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
   return with_rule(call.rule, [&](auto rule) { return detail::Kernels<rule()>::backward(call, in, more, to); });
 }
+
+const char* map_forward(const Projection& given) { return detail::launch_map<false>(given, nullptr); }
+const char* map_backward(const Projection& given, void* to) { return detail::launch_map<true>(given, to); }
 
 }  // namespace fwp::cuda

@@ -58,15 +58,20 @@ _warned: set[str] = set()
 _checking = threading.Lock()
 
 
-def distrusted(rule: str, device: str, required: bool = False) -> bool:
-    """Return whether a rule must not use its kernel: warn once if so, or raise RuntimeError if it is required."""
+def distrusted(
+    rule: str, device: str, required: bool = False, instead: str = "the rule runs as a slow loop in Python"
+) -> bool:
+    """Return whether a rule must not use its kernel: warn once if so, or raise RuntimeError if it is required.
+
+    instead: what runs in its place.
+    """
     reason = find_faults(device).get(rule)
     message = f"the kernel of {rule} is not used on {device}, because it differs from the reference: {reason}"
     if reason and required:
         raise RuntimeError(f"{message}; use backend='reference', or build with another compiler")
     if reason and rule not in _warned:
         _warned.add(rule)
-        warnings.warn(f"{message}; the rule runs as a slow loop in Python", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"{message}; {instead}", RuntimeWarning, stacklevel=5)
     return bool(reason)
 
 
@@ -121,8 +126,9 @@ def _digest(library: Path) -> str:
 
 CHILD = """
 from fairseq_fwp.kernels.self_check import check_in_child
+from fairseq_fwp.modules.attention.map_check import MAPS
 from fairseq_fwp.ops.rules import RULES
-check_in_child(RULES)
+check_in_child([*RULES, MAPS])
 """
 ALL = "all"  # a child's line after the last rule
 MARK = b"\x1efairseq_fwp self-check\x1e"  # before a child's own lines: PyTorch and others print what they like
@@ -226,6 +232,17 @@ def _print(name: str, reason: str | None) -> None:
 
 def _check(rule: Any, device: torch.device) -> str:
     """Return where the kernel of a rule differs from the reference, or an empty string."""
+    compared = rule.compare(device, tuple(LIMITS)) if hasattr(rule, "compare") else _compare(rule, device)
+    for results, truth, dtype in compared:
+        for name, x in results.items():
+            distance = float((x - truth[name]).norm() / truth[name].norm())
+            if not distance <= LIMITS[dtype]:
+                return f"{name} in {str(dtype).removeprefix('torch.')} is off by {distance:.1e}"
+    return ""
+
+
+def _compare(rule: Any, device: torch.device) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor], torch.dtype]]:
+    """Yield results of the kernel, those of the reference, and the dtype."""
     all_sizes = (*SIZES, *LONG) if rule.name in WITH_SEGMENTS else SIZES
     for sizes, gates in itertools.product(all_sizes, itertools.product(*rule.gates.values())):
         token, state = ("B", "H", "L"), ("B", "H", "Dk", "Dv")
@@ -242,12 +259,7 @@ def _check(rule: Any, device: torch.device) -> str:
         for first, dtypes in ((None, (torch.bfloat16,)),) if sizes in LONG else usual:
             truth = _results(rule.reference, inputs, torch.float64, torch.device("cpu"), first)
             for dtype in dtypes:
-                results = _results(rule.family, inputs, dtype, device, first)
-                for name, x in results.items():
-                    distance = float((x - truth[name]).norm() / truth[name].norm())
-                    if not distance <= LIMITS[dtype]:
-                        return f"{name} in {str(dtype).removeprefix('torch.')} is off by {distance:.1e}"
-    return ""
+                yield _results(rule.family, inputs, dtype, device, first), truth, dtype
 
 
 def _sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor]:

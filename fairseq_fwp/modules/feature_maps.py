@@ -6,7 +6,7 @@ table. All take vectors of any floating dtype, and all but the identity return f
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -337,3 +337,29 @@ FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "tanh": Tanh,
     "silu": Silu,
 }
+
+
+class KernelForm(NamedTuple):
+    """A map as kernels know it: its name there, and the scale and the offset of random features."""
+
+    name: str
+    scale: float = 1.0
+    offset: float = 0.0
+
+
+# By class: a subclass may compute something else.
+KERNEL_NAMES: dict[type[FeatureMap], str] = {
+    EluPlusOne: "elu",
+    Dpfp: "dpfp",
+    Identity: "identity",
+    Tanh: "tanh",
+    Silu: "silu",
+}
+
+
+def kernel_form(feature_map: FeatureMap) -> KernelForm | None:
+    """Return the form of a map in kernels, None if they do not know it."""
+    if type(feature_map) is Favor:
+        return KernelForm("favor_relu" if feature_map.relu else "favor", feature_map.scale, feature_map.offset)
+    name = KERNEL_NAMES.get(type(feature_map))
+    return None if name is None else KernelForm(name)

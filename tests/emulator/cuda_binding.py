@@ -39,7 +39,7 @@ def build_binding() -> Path:
     libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu"]
     command = [*compiler(), *_flags("cpu"), "-O1", "-fPIC", "-shared", *includes, str(source), *libraries]
     own = (path for path in source.parent.rglob("*") if path.is_file())
-    files = (*sorted(own), KERNELS.parent / "rule.h", KERNELS / "launchers.h", *sorted(bindings.glob("*.*")))
+    files = (*sorted(own), KERNELS.parent / "rule.h", *sorted(KERNELS.glob("*.h")), *sorted(bindings.glob("*.*")))
     return make_once("binding", [*command, f"-DPYTORCH={torch.__version__}"], files)
 
 
@@ -52,6 +52,13 @@ def load() -> None:
     ctypes.CDLL(launchers, mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(binding)
     library._statuses["cpu"] = library.KernelStatus(True, binding)  # so that nothing loads the CPU's kernels
+
+
+def prepare() -> None:
+    """Load the binding; the memory of results is NaN until they are written."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    load()
 
 
 def transposed(x: Tensor | None) -> Tensor | None:
@@ -100,9 +107,7 @@ def check_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 def check_all(every: bool) -> None:
     """Check every combination, or every pair of values of two factors, and a long sequence in segments."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # the memory of results is NaN until they are written
-    load()
+    prepare()
     for values in product(*CASES.values()) if every else (case.values() for case in pairwise(**CASES)):
         check(*values)
     check("delta", torch.bfloat16, "tokens_first", True, False, IN_SEGMENTS)

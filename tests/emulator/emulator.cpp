@@ -2,15 +2,28 @@
 
 #include <cstdlib>
 
-// A mutation test needs only the rules that it tests.
-#if !defined(EMULATOR_SUM) && !defined(EMULATOR_DELTA) && !defined(EMULATOR_FORGET)
+// A mutation test needs only the rules that it tests, or only maps.
+#if !defined(EMULATOR_SUM) && !defined(EMULATOR_DELTA) && !defined(EMULATOR_FORGET) && !defined(EMULATOR_MAPS)
 #define EMULATOR_SUM
 #define EMULATOR_DELTA
 #define EMULATOR_FORGET
+#define EMULATOR_MAPS
 #endif
 
 #ifdef EMULATOR_FORGET
 #include "kernels.cu"
+#elif defined(EMULATOR_MAPS)
+#include "launch_map.cuh"
+
+namespace fwp::cuda {
+
+size_t workspace_bytes(const Call&, bool) { return 0; }
+const char* forward(const Call&, const Inputs&, const Outputs&) { return "no rule"; }
+const char* backward(const Call&, const Inputs&, const Backward&, const Gradients&) { return "no rule"; }
+const char* map_forward(const Projection& given) { return detail::launch_map<false>(given, nullptr); }
+const char* map_backward(const Projection& given, void* to) { return detail::launch_map<true>(given, to); }
+
+}  // namespace fwp::cuda
 #else
 #include "launch.cuh"
 
@@ -30,6 +43,7 @@ const char* backward(const Call& call, const Inputs& in, const Backward& more, c
 }  // namespace fwp::cuda
 #endif
 
+using namespace fwp;
 using namespace fwp::cuda;
 
 // What the emulator pretends to be.
@@ -43,6 +57,8 @@ static void pretend(const Pretended& how) {
   emulator::machine().shared_bytes = size_t(how.shared_kib) * 1024;
   emulator::machine().error[0] = 0;
 }
+
+extern "C" int64_t emulator_launches() { return emulator::machine().launches; }
 
 extern "C" size_t emulator_workspace_bytes(const Pretended* how, const Call* call, bool is_backward) {
   pretend(*how);
@@ -59,6 +75,13 @@ extern "C" const char* emulator_backward(const Pretended* how, const Call* call,
   pretend(*how);
   return backward(*call, *in, *more, *to);
 }
+
+#ifdef EMULATOR_MAPS
+extern "C" const char* emulator_map(const Pretended* how, const Projection* given, void* d_projection) {
+  pretend(*how);
+  return d_projection ? map_backward(*given, d_projection) : map_forward(*given);
+}
+#endif
 
 #ifdef EMULATOR_PROGRAM
 
@@ -138,22 +161,62 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   return error ? error : emulator_backward(&how, &call, &in, &more, &to);
 }
 
+#ifdef EMULATOR_MAPS
+// Both passes of a map on arrays of their exact sizes, with values, a gate, and queries and keys of two heads.
+const char* run(Map map, Norm norm, int width, Type type, const Pretended& how) {
+  const bool has_random = map == Map::favor || map == Map::favor_relu;
+  const int features = map == Map::dpfp ? 4 * width : map == Map::favor ? width + width % 2 : width;
+  const int64_t B = 2, L = 3, columns = 4 * width + 2 * width + 2;
+  const Type wide = type == Type::float64 ? type : Type::float32;
+  Array x(B * L * columns, type), to(B * L * columns, type), mapped(B * L * 4 * features, type), gates(B * L * 2, wide);
+  Array values(B * L * 2 * width, type), random(features * width, wide);
+  const auto vectors = [&](Array& of, int64_t heads, int64_t size) {
+    return Vectors{of.bytes.data(), L * heads * size, heads * size, 0, size};
+  };
+  Projection given{B, L, columns, type, x.bytes.data(), L * columns, columns, 2, 1, width, features, map, norm};
+  given.epsilon = given.query_factor = given.scale = given.offset = 0.5;
+  given.random = has_random ? random.bytes.data() : nullptr;
+  given.queries = given.keys = vectors(mapped, 4, features);
+  given.keys.data = mapped.bytes.data() + mapped.bytes.size() / size_t(B * L) / 2;
+  given.parts = 2;
+  given.part[0] = {Activation::none, 1, 2, width, 0, vectors(values, 2, width)};
+  given.part[1] = {Activation::sigmoid, 1, 2, 1, 1, vectors(gates, 2, 1)};
+  const char* const error = emulator_map(&how, &given, nullptr);
+  return error ? error : emulator_map(&how, &given, to.bytes.data());
+}
+
+const char* run_maps(Type type, const Pretended& how) {
+  for (int map = int(Map::identity); map <= int(Map::favor_relu); ++map)
+    for (const Norm norm : {Norm::none, Norm::sum, Norm::length})
+      for (const int width : {3, 8, 40})
+        if (const char* const error = run(Map(map), norm, width, type, how)) return error;
+  return nullptr;
+}
+#else
+const char* run_maps(Type, const Pretended&) { return nullptr; }
+#endif
+
+// Says an error; returns whether there is one.
+bool fails(const char* error) {
+  if (error) std::fprintf(stderr, "%s\n", error);
+  return error;
+}
+
 }  // namespace
 
 // Arguments: B H L Dk Dv, once or more.
 int main(int count, char** arguments) {
-  for (int i = 1; i + 4 < count; i += 5) {
-    const auto at = [&](int n) { return int64_t(std::atoll(arguments[i + n])); };
-    const Sizes size{at(0), at(1), at(2), at(3), at(4)};
-    for (const Rule rule : rules())
-      for (const Type type : {Type::float32, Type::float64, Type::bfloat16, Type::float16})
-        for (const int multiprocessors : {132, 1})
-          if (const char* error = run(rule, size, type, multiprocessors == 1 && type != Type::bfloat16,
-                                      {multiprocessors == 1, multiprocessors, 227})) {
-            std::fprintf(stderr, "%s\n", error);
-            return 1;
-          }
-  }
+  for (const Type type : {Type::float32, Type::float64, Type::bfloat16, Type::float16})
+    for (const int multiprocessors : {132, 1}) {
+      const Pretended how{multiprocessors == 1, multiprocessors, 227};
+      if (fails(run_maps(type, how))) return 1;
+      for (int i = 1; i + 4 < count; i += 5) {
+        const auto at = [&](int n) { return int64_t(std::atoll(arguments[i + n])); };
+        const Sizes size{at(0), at(1), at(2), at(3), at(4)};
+        for (const Rule rule : rules())
+          if (fails(run(rule, size, type, multiprocessors == 1 && type != Type::bfloat16, how))) return 1;
+      }
+    }
   return 0;
 }
 

@@ -138,6 +138,7 @@ struct Machine {
   size_t shared_bytes = 227 << 10;  // that it claims to have for a block
   char error[256] = "";             // the first one
   Launcher launcher = nullptr;      // executes kernels instead of the fibers
+  int64_t launches = 0;             // so far
   std::vector<Fiber> fibers;
   int threads = 0, running = 0;
   unsigned block = 0;
@@ -529,6 +530,7 @@ template <typename Argument>
 const char* launch_kernel(void (*kernel)(Argument), const Gpu&, int64_t blocks, int threads, size_t shared_bytes, void*,
                           Argument argument) {
   emulator::Machine& machine = emulator::machine();
+  ++machine.launches;
   Dl_info symbol;
   if (blocks == 0)
     emulator::fail("is launched without a block");

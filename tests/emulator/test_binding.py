@@ -1,4 +1,4 @@
-"""The operator and autograd of CUDA tensors in C++: cuda.cpp and its headers, for CPU tensors over the emulator."""
+"""Operators and autograd of CUDA tensors in C++: cuda.cpp and cuda_map.cpp, for CPU tensors over the emulator."""
 
 import os
 import sys
@@ -10,3 +10,7 @@ from support.isolated import run_isolated
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_results_and_gradients_are_those_of_the_reference(every):
     run_isolated(f"import cuda_binding; cuda_binding.check_all({every})", PYTHONPATH=os.pathsep.join(sys.path))
+
+
+def test_maps_around_a_rule():
+    run_isolated("import map_binding; map_binding.check_all()", PYTHONPATH=os.pathsep.join(sys.path))

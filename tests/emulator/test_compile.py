@@ -10,13 +10,14 @@ from nvcc import compile_source, compiled_kernels, needs_nvcc, parse_report
 # By the type of the computation. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
 # three; float64 takes two for each number. The backward scan of a fading rule has a state and its gradient. The
 # passes on the tensor cores, whose threads hold 64 numbers of the state where it has 128 rows, have one block of 256.
-GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255}
+GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255, "maps": 64}
 # For each of the eight rules, the forward scan in three shapes (float64: two), and the backward scan in four (two).
 # Four kernels of sums. On tensor cores (L), for each of four numbers of rows: both passes of four rules, and the
 # states of the sum and the delta rule. For segments, one kernel goes from segment to segment, and all rules except
 # the sum have two more. With decays by key, four rules have the scores, the gradients of keys, and in both directions
-# the states, and three of them the ends of segments.
+# the states, and three of them the ends of segments. Both passes of maps, for four types.
 KERNELS_BY_TYPE = {"f": 8 * (3 + 4) + 4, "d": 8 * (2 + 2) + 4, "L": (4 * 2 + 3 * 2 + 2 + 1 + 4 * 4 + 3 * 2) * 4}
+KERNELS_BY_TYPE["maps"] = 2 * 4
 # Bytes of local memory, at most: these passes use all registers, and keep some addresses outside.
 GREATEST_STACK = {
     "Gradients": 160,
@@ -29,7 +30,9 @@ GREATEST_STACK = {
 
 
 def type_of(usage):
-    """Return the first template argument that is not a class, in the compiler's spelling."""
+    """Return the first template argument that is not a class, in the compiler's spelling; "maps" for those."""
+    if "map_kernel" in usage.kernel:
+        return "maps"
     return re.search(r"I([fdL])", usage.kernel)[1]
 
 

@@ -286,8 +286,8 @@ def test_everything_compiles_links_and_registers(monkeypatch, tmp_path):
     assert status.built, status
     said = subprocess.run(["nvcc", "-dryrun", "-shared", "x.o"], capture_output=True, text=True).stderr
     toolkit = re.findall(r'"-L([^"]+)"', said)
-    operators = ["fast_weights", "fast_weights_backward"]
+    operators = ["fast_weights", "map_projection", "fast_weights_backward"]
     script = REGISTERED.replace("LIBRARY", repr(status.path)).replace("OPERATORS", repr(operators))
     found = run_isolated(script, LD_LIBRARY_PATH=":".join([str(stubs), *toolkit]))
     with_kernel, with_autograd = (line.split() for line in found.stdout.splitlines())
-    assert with_kernel == operators and with_autograd == operators[:1]
+    assert with_kernel == operators and with_autograd == operators[:2]

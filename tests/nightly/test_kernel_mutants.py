@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from nightly.run import KERNELS as PATH
 from nightly.run import insert, mutants
 from operator_cases import CASES, as_double, cotangents_of, make_case, reference
 from support.subjects import relative_error
+from test_maps import differentiate, run_all, sample
+from test_maps import make_case as make_map
 from test_sanitizer import run_watched
+
+from fairseq_fwp.ops.projection import Part
 
 # Ragged in every size, with several heads in a block, slabs, stages and chunks.
 SHAPES = [(1, 3, 35, 5, 7), (2, 1, 38, 17, 20)]
@@ -58,6 +63,25 @@ def cases(kind):
     return [*scans, *chunks, make("gated", HALF_SHAPE, torch.bfloat16), make("sum", SEGMENTS_OF_SUM, torch.bfloat16)]
 
 
+def fault_of_maps(emulator):
+    """Return the fault, if any, that the checks of maps find."""
+    several = (Part(2, 3, 5), Part(1, 3, 2, "sigmoid", 2.0))  # with two keys a token
+    for name, norm in product(("elu", "dpfp", "favor"), ("sum", "small sums", "length")):
+        for options in ({"width": 8, "query_factor": 0.5}, {"width": 5, "steps": 2, "parts": several}):
+            case = make_map(name, norm, **options)
+            x, gradients = sample(case.layout, torch.float64)
+            truth = differentiate(case.define, x, gradients)
+            for how in ({}, {"multiprocessors": 1, "reverse": 1}):
+                try:
+                    found = run_all(emulator, case, x, gradients, **how)
+                except EmulatorError as error:
+                    return str(error)
+                for which, y in truth.items():
+                    if not relative_error(found[which], y) < LIMITS[torch.float64]:
+                        return f"{name}, {norm}: {which} is wrong"
+    return ""
+
+
 def fault(emulator, given_cases):
     """Return the fault, if any, that the checks of the kernels find."""
     for rule, given, erases, gradients, truth in given_cases:
@@ -78,6 +102,10 @@ def test_no_mistake_no_fault(kind):
     assert fault(Emulator(build()), cases(kind)) == ""
 
 
+def test_no_mistake_no_fault_of_maps():
+    assert fault_of_maps(Emulator(build(flags=["-O0", "-DEMULATOR_MAPS"]))) == ""
+
+
 @pytest.mark.parametrize(
     "mutant", [mutant for mutant in mutants() if mutant.path.startswith(PATH)], ids=lambda mutant: mutant.name
 )
@@ -91,6 +119,10 @@ def test_a_mutant_is_found(mutant, tmp_path):
     if how.startswith("watched"):
         watched = run_watched(kernels, (f"-DEMULATOR_{how.split()[1]}",), tmp_path)
         assert watched.returncode != 0 and complaint in watched.stderr
+        return
+    if how == "maps":
+        found = fault_of_maps(Emulator(build(kernels, flags=["-O0", "-DEMULATOR_MAPS"], folder=tmp_path)))
+        assert found and complaint in found
         return
     together = how in ("sums", "segments")
     part = {"sum": "SUM", "delta": "DELTA"}.get(how.split()[0], "FORGET")

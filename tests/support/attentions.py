@@ -92,8 +92,7 @@ def random(*shape):
 
 def rule_inputs(layer, x, key_padding_mask=None):
     """Return q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
-    queries_keys, v, gates, _ = layer.project(x, None, key_padding_mask)
-    return layer.map(queries_keys, v, gates, key_padding_mask)
+    return layer.prepare(x, None, key_padding_mask)[:4]
 
 
 def half_precision_error(found, expected):

@@ -76,9 +76,8 @@ class DeltaRnn(Attention):
     ) -> tuple[Tensor, DeltaRnnState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
         before = None if state is None else FastWeightState(state.weights)
-        queries_keys, values, gates, _ = self.feedforward.project(x)
-        mapped = self.feedforward.map(queries_keys, values, gates, key_padding_mask)
-        read, after = self.feedforward.memory.read(*mapped, before, first)
+        q, k, v, gates, _ = self.feedforward.prepare(x, key_padding_mask=key_padding_mask)
+        read, after = self.feedforward.memory.read(q, k, v, gates, before, first)
         z = at_least_float32(read.to(x.dtype))
         k, v, beta = self._project(x, z.dtype)
         memory = z.new_zeros(*z.shape[:2], z.shape[3], z.shape[3]) if state is None else state.recurrent

@@ -20,11 +20,13 @@ from fairseq_fwp.modules.attention.normalization import (
     SumNormalization,
     fit_normalizations,
 )
-from fairseq_fwp.modules.feature_maps import FeatureMap
+from fairseq_fwp.modules.feature_maps import Favor, FeatureMap, kernel_form
 from fairseq_fwp.modules.layer_norm import RmsNorm, layer_norm
 from fairseq_fwp.modules.update_rules import Gate, MambaDecay, UpdateRule, find_rule, resolve, unit_length
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.projection import Layout, Part, has_kernel, map_projection
 
+LEAST_LENGTH = 1e-12  # by which `F.normalize` divides
 OUTPUT_GATES = {"none": None, "silu": F.silu, "sigmoid": torch.sigmoid}
 
 
@@ -161,6 +163,7 @@ class FastWeightAttention(Attention):
         if self.gate_function is not None:
             low = None if rank is None else (nn.Linear(embed_dim, rank, bias=False), nn.Linear(rank, values))
             self.output_gate = nn.Linear(embed_dim, values, bias=False) if low is None else nn.Sequential(*low)
+        self.layout = self._find_layout(l2_normalization, l2_normalization_epsilon)
         self.initialize()
 
     @property
@@ -181,16 +184,14 @@ class FastWeightAttention(Attention):
         state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that do not write;
         first (B, L): True at tokens that begin a document, where the memory is empty; None = nowhere.
         """
-        queries_keys, v, gates, recent = self.project(x, state, key_padding_mask, first)
-        q, k, v, gates = self.map(queries_keys, v, gates, key_padding_mask)
+        q, k, v, gates, recent = self.prepare(x, state, key_padding_mask, first)
         out, after = self.memory.read(q, k, v, gates, state, first)
         return self.out_proj(self.gate(out, x)), after._replace(recent=recent)
 
     def read_whole(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return y (B, L, D) of `forward` for whole sequences, which nobody continues: see `Memory.read_whole`."""
-        queries_keys, v, gates, _ = self.project(x, None, key_padding_mask)
-        out = self.memory.read_whole(*self.map(queries_keys, v, gates, key_padding_mask))
-        return self.out_proj(self.gate(out, x))
+        q, k, v, gates, _ = self.prepare(x, key_padding_mask=key_padding_mask)
+        return self.out_proj(self.gate(self.memory.read_whole(q, k, v, gates), x))
 
     def initialize(self) -> None:
         """Draw the rule's initial biases of the gates."""
@@ -200,26 +201,109 @@ class FastWeightAttention(Attention):
                 with torch.no_grad():
                     bias.copy_(gate.bias(bias.numel()))
 
-    def project(
+    def _find_layout(self, of_length: bool, epsilon_of_length: float) -> Layout | None:
+        """Return what the kernel for map, normalisation and gates needs; None if it does not know this layer."""
+        form, of_sum = kernel_form(self.feature_map), self.sum_normalization
+        if form is None or (of_sum and of_length) or self.memory.backend not in ("auto", "kernel"):
+            return None
+        norm: tuple[str, bool, float] = ("none", False, 0.0)
+        if of_sum is not None and of_sum.epsilon is not None:
+            norm = ("sum", of_sum.add_epsilon, of_sum.epsilon)
+        if of_length:
+            norm = ("length", epsilon_of_length > 0, epsilon_of_length or LEAST_LENGTH)
+        values = self.rule.steps, self.value_heads, self.head_dim
+        parts = [Part(*values), *map(self._part_of, self.rule.gates, self.sizes[2:])]
+        if self.convolution is not None:  # which the kernel follows, without the gates
+            parts = [Part(*values, "silu")]
+        dims = self.num_heads, self.rule.steps, self.key_dim, self.feature_map.feature_dim
+        layout = Layout(*dims, form.name, *norm, self.query_scale, form.scale, form.offset, tuple(parts))
+        random = self.feature_map.projection.numel() if isinstance(self.feature_map, Favor) else 0
+        return layout if layout.fits(random) else None
+
+    def _part_of(self, gate: Gate, size: int) -> Part:
+        """Return the columns of a gate; only the kernel's own activation is applied there."""
+        if gate.rank:
+            return Part(1, 1, size)
+        is_sigmoid = gate.activation is torch.sigmoid and not gate.learned
+        doubled = 2.0 if gate.doubles and self.negative_eigenvalues else 1.0
+        return Part(1, self.value_heads, size // self.value_heads, *(("sigmoid", doubled) if is_sigmoid else ()))
+
+    def prepare(
         self,
         x: Tensor,
         state: FastWeightState | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, list[Tensor], Tensor | None]:
-        """Return q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, Dv) and gates (B, L, H, size) of x (B, L, D).
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor | None]:
+        """Return what the memory reads of x (B, L, D): q, k (B, H, L, Dk), v (B, H, L, Dv) and gates, padded.
 
-        q, k and v are those after a convolution, v also after SiLU. The last result is its inputs of the last tokens,
-        None without one. Here and below v and gates have value_heads heads.
+        q and k are in v's dtype, gates in float32 at least: half precision would round a decay just below 1 to 1. The
+        last result is a convolution's inputs of the last tokens, None without one.
         Raises ValueError for an x of other dimensions.
         """
         if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
             raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
+        projected, recent = self.in_proj(x), None
+        has_map = self._has_map(projected)
+        if has_map and self.convolution is None:
+            q, k, v, gates = self.map_at_once(self._add_biases(projected))
+        else:
+            mixed, gates, recent = self.project(projected, state, key_padding_mask, first)
+            q, k, v = self.map_at_once(*mixed)[:3] if has_map else self.map(*mixed)
+        return (*self.arrange(q, k, v, gates, key_padding_mask), recent)
+
+    def _has_map(self, projected: Tensor) -> bool:
+        """Return whether the kernel computes what PyTorch would, in the same dtypes."""
+        if self.layout is None or not has_kernel(projected) or (self.overflows and projected.dtype == torch.float16):
+            return False
+        # Under autocast, biases make gates float32, and leave values without biases in half precision.
+        autocast = projected.dtype != self.in_proj.weight.dtype
+        return not (autocast and self.bias is None and any(bias is not None for bias in self._added_biases()))
+
+    def _added_biases(self) -> list[Tensor | None]:
+        """Return the biases of q, k and v, and of each gate. Those of factored gates come later."""
+        return [self.bias, *(None if gate.rank else self.gate_biases.get(gate.name) for gate in self.rule.gates)]
+
+    def _add_biases(self, projected: Tensor) -> Tensor:
+        """Return a projection with its biases."""
+        pairs = [*zip(self._added_biases(), (sum(self.sizes[:2]), *self.sizes[2:]), strict=True)]
+        if all(bias is None for bias, _ in pairs):
+            return projected
+        zeros = self.in_proj.weight.new_zeros
+        return projected + torch.cat([zeros(size) if bias is None else bias for bias, size in pairs])
+
+    def map_at_once(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return q, k and v as `map`, and gates, by one kernel.
+
+        mixed: a projection with its biases, or the output of a convolution, without gates.
+        """
+        assert self.layout is not None
+        random = self.feature_map.projection if isinstance(self.feature_map, Favor) else None
+        q, k, v, *parts = map_projection(mixed, self.layout, random)
+        gates = []
+        for gate, of_part, part in zip(self.rule.gates, self.layout.parts[1:], parts, strict=False):
+            if gate.rank:
+                gates.append(self._activate(gate, part.flatten(2)))
+            else:
+                gates.append(self._open(gate, part.squeeze(2)) if of_part.activation == "none" else part.squeeze(2))
+        return self._by_head(q), self._by_head(k), v, gates
+
+    def project(
+        self,
+        projected: Tensor,
+        state: FastWeightState | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        """Return the inputs of `map`, gates (B, L, H, size), and a convolution's inputs of the last tokens.
+
+        Here and below v and gates have value_heads heads.
+        """
         # A convolution takes all its channels at once. Without one, a second split would copy their gradients again.
         sizes = self.sizes[:2] if self.convolution is None else [sum(self.sizes[:2])]
-        parts = self.in_proj(x).split([*sizes, *self.sizes[2:]], dim=-1)
+        parts = projected.split([*sizes, *self.sizes[2:]], dim=-1)
         mixed, projections = list(parts[: len(sizes)]), parts[len(sizes) :]
-        if x.device.type == "cpu":  # where kernels compute in float32, and would convert each of their arguments
+        if projected.device.type == "cpu":  # where kernels compute in float32, and would convert their arguments
             mixed = [at_least_float32(part) for part in mixed]
         if self.bias is not None:
             mixed = [part + bias for part, bias in zip(mixed, self.bias.split(sizes), strict=True)]
@@ -227,12 +311,9 @@ class FastWeightAttention(Attention):
         if self.convolution is not None:
             before = None if state is None else state.recent
             convolved, recent = self.convolution(*mixed, before, key_padding_mask, first)
-            queries_keys, v = convolved.split(self.sizes[:2], -1)
-            mixed = [queries_keys, F.silu(v)]
-        queries_keys, v = mixed
-        queries_keys = queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim))
+            mixed = [convolved]
         gates = [self._activate(gate, x) for gate, x in zip(self.rule.gates, projections, strict=True)]
-        return queries_keys, v.unflatten(-1, (-1, self.value_heads, self.head_dim)), gates, recent
+        return mixed, gates, recent
 
     def _activate(self, gate: Gate, projected: Tensor) -> Tensor:
         """Return the gate (B, L, H, size) from its projection (B, L, H size, or its rank)."""
@@ -240,29 +321,42 @@ class FastWeightAttention(Attention):
             projected = self.gate_expansions[gate.name](projected)
         if gate.name in self.gate_biases:
             projected = projected + self.gate_biases[gate.name]
+        return self._open(gate, projected.unflatten(-1, (self.value_heads, -1)))
+
+    def _open(self, gate: Gate, projected: Tensor) -> Tensor:
+        """Return the gate from its projection with biases (B, L, H, size)."""
         activation = self.gate_activations[gate.name] if gate.learned else gate.activation
-        activated: Tensor = activation(at_least_float32(projected).unflatten(-1, (self.value_heads, -1)))
+        activated: Tensor = activation(at_least_float32(projected))
         return 2 * activated if gate.doubles and self.negative_eigenvalues else activated
 
-    def map(
-        self, queries_keys: Tensor, v: Tensor, gates: list[Tensor], key_padding_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return what the memory reads, mapped, normalised and padded: q, k (B, H, L, Dk), v (B, H, L, Dv), gates.
+    def map(self, *mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mapped and normalised q (B, H, L, 1, Dk) and k (B, H, L, N, Dk), in v's dtype, and v (B, L, N, H, Dv).
 
-        q and k are in v's dtype, gates in float32 at least: half precision would round a decay just below 1 to 1.
+        mixed: q and N k, and v, of the projection (B, L, C); after a convolution they are one tensor, and v lacks SiLU.
         """
+        queries_keys, v = mixed if self.convolution is None else mixed[0].split(self.sizes[:2], -1)
+        v = v if self.convolution is None else F.silu(v)
+        queries_keys = queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim))
+        v = v.unflatten(-1, (-1, self.value_heads, self.head_dim))
         if self.overflows and v.dtype == torch.float16:
             v = at_least_float32(v)
         features = self.feature_map(queries_keys)
         for normalization in self.key_normalizations:
             features = normalization(features)
+        q, k = self._by_head(features.to(v.dtype)).split((1, self.rule.steps), 3)
+        return q * self.query_scale if self.query_scale != 1 else q, k, v
+
+    def _by_head(self, features: Tensor) -> Tensor:
+        """Return features (B, L, N, num_heads, Dk) as (B, H, L, N, Dk)."""
+        features = features.permute(0, 3, 1, 2, 4)
+        shared_by = self.value_heads // self.num_heads
+        return features if shared_by == 1 else features.repeat_interleave(shared_by, 1)
+
+    def arrange(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return what `map` and `project` return as the memory reads it: all by head, k and gates padded."""
         v = v.permute(0, 3, 1, 2, 4)
-        features = features.to(v.dtype).permute(0, 3, 1, 2, 4)
-        if self.value_heads != self.num_heads:
-            features = features.repeat_interleave(self.value_heads // self.num_heads, 1)
-        q, k = features.split((1, self.rule.steps), 3)
-        if self.query_scale != 1:
-            q = q * self.query_scale
         if self.rule.steps == 1:
             k, v = k.squeeze(3), v.squeeze(3)
         by_head = [gate.transpose(1, 2) for gate in gates]

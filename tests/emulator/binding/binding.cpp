@@ -1,4 +1,5 @@
-// cuda.cpp for CPU tensors: the operator's kernels on CUDA tensors, whose launchers are the emulator's.
+// cuda.cpp and cuda_map.cpp for CPU tensors: the operators' kernels on CUDA tensors, whose launchers are the emulator's.
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "operator.h"
@@ -7,3 +8,4 @@
 #define kCUDA kCPU
 #define CUDA CPU
 #include "cuda.cpp"
+#include "cuda_map.cpp"

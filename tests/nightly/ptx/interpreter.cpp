@@ -178,6 +178,11 @@ uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
   return bytes;
 }
 uint64_t mask(uint32_t first, uint32_t count) { return ((1ull << count) - 1) << first; }
+// x y + z, rounded down.
+float multiply_add_down(float x, float y, float z) {
+  const double exact = std::fma(double(x), double(y), double(z));
+  return float(exact) > exact ? std::nextafter(float(exact), -INFINITY) : float(exact);
+}
 
 #define IF(opcode, result)                                                                                 \
   if (name == opcode) return [](Thread& t, const Instruction& i) {                                         \
@@ -198,6 +203,10 @@ Handler of_type(const std::string& name) {
   IF("cvt.f32", float(x)) IF("cvt.f64", double(x))
   if constexpr (std::is_floating_point_v<T>) {
     IF("mul", x * y) IF("fma", std::fma(x, y, z)) IF("abs", std::fabs(x)) IF("setp.neu", x != y)
+    IF("div", x / y) IF("rcp", 1 / x) IF("rcp.approx.ftz", 1 / x) IF("sqrt", std::sqrt(x)) IF("ex2.approx.ftz", std::exp2(x))
+    IF("copysign", std::copysign(y, x)) IF("setp.geu", !(x < y)) IF("setp.ltu", !(x >= y)) IF("setp.gtu", !(x <= y))
+    IF("cvt.sat.f32", x > 0 ? std::min(x, T(1)) : T(0)) IF("cvt.rni.f32", std::nearbyint(x))
+    IF("fma.rm", multiply_add_down(float(x), float(y), float(z)))
     IF("cvt.bf16x2", fwp::cuda::pair_of(float(y), float(x))) IF("cvt.f16", fwp::cuda::half_bits_of_float(float(x)))
   } else {
     IF("mov", x) IF("cvta.to", x) IF("selp", z ? x : y) IF("setp.ne", x != y)

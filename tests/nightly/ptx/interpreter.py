@@ -61,7 +61,7 @@ def text_of(name: str, body: str, files: dict[str, str]) -> str:
             fields = (place, opcode, int(bool(negated)), number(predicate or "1"), sum(offsets) % 2**64)
             lines.append(" ".join(map(str, (*fields, len(numbers), *numbers))))
         else:
-            assert not line or line.startswith((".reg", ".pragma")), (name, line)
+            assert not line or line.startswith((".reg", ".pragma", "{", "}")), (name, line)
     values = [f"{number} {value(x)}" for x, number in registers.items() if x[0] != "%"]
     return "\n".join([f"{name} {len(registers)} {len(values)} {len(lines)}", *values, *lines, ""])
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "launchers.h"
+#include "projection.h"
 
 namespace {
 
@@ -98,6 +99,10 @@ const char* emulator_backward(const Pretended* how, const fwp::cuda::Call* call,
                               const fwp::cuda::Backward* more, const fwp::cuda::Gradients* to) {
   gpu = *how;
   return backward(*call, *in, *more, *to);
+}
+const char* emulator_map(const Pretended* how, const fwp::cuda::Projection* given, void* d_projection) {
+  gpu = *how;
+  return d_projection ? map_backward(*given, d_projection) : map_forward(*given);
 }
 
 }  // extern "C"

@@ -7,6 +7,8 @@ from interpreter import Interpreter, translate
 from nvcc import compiled_kernels, needs_nvcc
 from operator_cases import CASES, cotangents_of, make_case
 from test_kernels import HOPPER
+from test_maps import make_case as make_map
+from test_maps import run_all, sample
 from test_ptx import launch_all
 
 pytestmark = needs_nvcc
@@ -47,3 +49,12 @@ def test_launches_give_the_bits_of_other_launches(host_code, interpreter, rule, 
             found = host_code.results(given, erases, gradients, shared_kib=HOPPER)
             for name, x in interpreter.results(given, erases, gradients, shared_kib=HOPPER).items():
                 assert torch.equal(found[name], x), (name, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_launches_of_maps(host_code, interpreter, dtype):
+    case = make_map("favor", "sum")
+    given = sample(case.layout, dtype)
+    found = run_all(host_code, case, *given)
+    for name, x in run_all(interpreter, case, *given).items():
+        assert torch.equal(found[name], x), name

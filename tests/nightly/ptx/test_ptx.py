@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ from test_kernels import (
     check_other_orders_and_gpus,
     remember,
 )
+from test_maps import CASES as MAP_CASES
+from test_maps import differentiate, run_all, sample
+from test_maps import make_case as make_map
+
+from fairseq_fwp.ops.projection import Part
 
 pytestmark = needs_nvcc
 CHUNKS = [(1, 1, 70, 16, 24), (1, 2, 70, 24, 32), (1, 1, 66, 64, 48), (1, 1, 66, 128, 33), (1, 1, 2100, 16, 16)]
@@ -25,6 +31,7 @@ CHUNKS = [(1, 1, 70, 16, 24), (1, 2, 70, 24, 32), (1, 1, 66, 64, 48), (1, 1, 66,
 SCANS = [(1, 1, 3, 300, 300), (8, 16, 2, 64, 64), (2, 17, 3, 57, 62), (2, 2, 20, 17, 33)]
 # Few and long enough for segments, with every size of keys.
 SEGMENTS = [(1, 1, 2060, size, 16) for size in (32, 64, 128)]
+MAP_LIMITS = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SYNCS = ("bar.sync", "bar.warp.sync", "cp.async.wait_group")
 # By the next line of the source. Without decays, this function has nothing to store.
 REDUNDANT = {"ChunkBackward bar.sync store_decay(find_memory(), this->begin());"}
@@ -63,6 +70,27 @@ def test_scans(interpreter, rule, dtype):
         check_equal(interpreter, rule, shape, dtype, state=True)
 
 
+def check_map(operator, name, norm, dtype, width=10):
+    """Check a map whose vectors are copied in pieces if they have a multiple of four numbers."""
+    case = make_map(
+        name, norm, width=width, parts=(Part(1, 3, width), Part(1, 3, 1, "sigmoid", 2.0), Part(1, 3, 4, "silu"))
+    )
+    x, gradients = sample(case.layout, dtype)
+    found = run_all(operator, case, x, gradients, reverse=1)
+    for which, y in run_all(operator, case, x, gradients, multiprocessors=1).items():
+        assert torch.equal(found[which], y), which
+    for which, y in differentiate(case.define, x.double(), [y.double() for y in gradients]).items():
+        assert relative_error(found[which], y) < MAP_LIMITS[dtype], which
+
+
+@pytest.mark.parametrize(("name", "norm"), MAP_CASES)
+def test_maps(interpreter, name, norm):
+    for dtype in MAP_LIMITS:
+        if dtype != torch.float16 or norm != "small sums":  # its gradients are too small
+            check_map(interpreter, name, norm, dtype)
+            check_map(interpreter, name, norm, dtype, width=8)
+
+
 def launch_all(interpreter, operator):
     """Return the names of the kernels that an operator launches for the cases above, without executing them."""
     interpreter.launched(execute=False)
@@ -72,6 +100,9 @@ def launch_all(interpreter, operator):
         given, erases = make_case(rule, shape, dtype)
         for multiprocessors in (1, 132):
             operator.results(given, erases, cotangents_of(given), shared_kib=HOPPER, multiprocessors=multiprocessors)
+    for dtype in MAP_LIMITS:
+        case = make_map("elu", "sum")
+        run_all(operator, case, *sample(case.layout, dtype))
     return interpreter.launched()
 
 
@@ -107,3 +138,20 @@ def test_each_missing_barrier_or_wait_is_found(interpreter):
                     missed.add(f"{re.search('Chunk[A-Z][a-z]+', kernel)[0]} {name}")
         interpreter.load(interpreter.kernels[kernel])
     assert count == 40 and missed == REDUNDANT
+
+
+def test_each_missing_barrier_of_a_map_is_found(interpreter):
+    """With more vectors than teams, several tokens for each block, and copies of several numbers, or of one."""
+    count = 0
+    for kernel in sorted(name for name in interpreter.kernels if "MapPassIf" in name):
+        for name, text in without_syncs(interpreter.kernels[kernel]):
+            interpreter.load(text)
+            count += 1
+            with pytest.raises(EmulatorError, match="races"):
+                for width, map_name in product((8, 7), ("elu", "dpfp", "favor")):
+                    case = make_map(map_name, "sum", heads=40, width=width)
+                    given = sample(case.layout, torch.float32, tokens=(1, 3))
+                    run_all(interpreter, case, *given, multiprocessors=1)
+                pytest.fail(f"{kernel}: {name} is not missed")
+        interpreter.load(interpreter.kernels[kernel])
+    assert count == 10
