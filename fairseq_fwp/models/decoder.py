@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Optional, Protocol, cast, runtime_checkable
@@ -20,6 +20,7 @@ from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Extra, Sample
 from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.models.attentions import ATTENTIONS
+from fairseq_fwp.models.graphs import TrunkGraphs
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention.base import Attention, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
@@ -139,12 +140,14 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     positions that are added to the embeddings, or None.
 
     half_loss: whether training scores only the second half of a segment;
+    cuda_graphs: whether layers in training run as CUDA graphs;
     reads_padding: whether tokens may be padding: a graph for another library can do without its masks;
     needs_state: flags without effect if no state is carried over segments, and what happens then.
     """
 
     packs_documents = False
     half_loss = False
+    cuda_graphs = False
     reads_padding = True
     carries_state: bool
 
@@ -199,6 +202,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
         self.apply(initialize)
         self.final_dropout: nn.Module = nn.Identity()
+        self.trunk_graphs = TrunkGraphs()
         self.layer_positions: nn.ModuleList | None = None  # added to the inputs of each layer (Al-Rfou et al. 2019)
 
     @property
@@ -256,6 +260,12 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         """Return the same in incremental decoding, for tokens (B, L) that follow `start` tokens of the prefix."""
         return self._read(tokens, state, decoding=True)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LanguageModelDecoder":
+        """Forget the graphs of parameters that move."""
+        self.trunk_graphs = TrunkGraphs()
+        super()._apply(fn, recurse)
+        return self
+
     def _read(
         self,
         tokens: Tensor,
@@ -271,8 +281,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         if first is not None:
             counts = counts - torch.where(first, counts - 1, 0).cummax(1).values
         positions = (counts - 1).clamp(min=0)
-        layer_states = []
-        shared: dict[str, Tensor] = {}
+        states = None if state is None else state.layers
         # Here and not in each layer, and for many tokens: each call of torch costs more in this context.
         with faster_linear(tokens.numel(), tokens.device):
             x = self.embed_scale * self.embed_tokens(tokens)
@@ -284,15 +293,33 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
             # A compiled graph, and a transform of torch.func, take one path for all inputs.
             one_path = torch.compiler.is_compiling() or is_transformed()
             mask = padding if self.reads_padding and (one_path or padding.any()) else None
-            for index, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
-                if self.layer_positions is not None:
-                    x = x + self.layer_positions[index](positions).to(x.dtype)
-                outputs = last if index == len(self.layers) - 1 else None
-                x, layer_state = layer(x, state.layers[index] if state else None, mask, outputs, first, shared)
-                layer_states.append(layer_state)
+            graphed = None
+            if self.cuda_graphs and self.training and not one_path and mask is None and last is None and first is None:
+                graphed = self.trunk_graphs(self.layers, self._run_layers, x, states)
+            x, states = graphed or self._run_layers(x, states, mask, last, first, positions)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
-        return self.final_dropout(x), DecoderState(tuple(layer_states), counts[:, -1] if counts.shape[1] else seen)
+        return self.final_dropout(x), DecoderState(states, counts[:, -1] if counts.shape[1] else seen)
+
+    def _run_layers(
+        self,
+        x: Tensor,
+        states: tuple[StateTree, ...] | None,
+        mask: Tensor | None = None,
+        last: int | None = None,
+        first: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[StateTree, ...]]:
+        """Return the output of the last layer, and the new state of each; see `_read`."""
+        after = []
+        shared: dict[str, Tensor] = {}
+        for index, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
+            if self.layer_positions is not None:
+                x = x + self.layer_positions[index](positions).to(x.dtype)
+            outputs = last if index == len(self.layers) - 1 else None
+            x, state = layer(x, states[index] if states else None, mask, outputs, first, shared)
+            after.append(state)
+        return x, tuple(after)
 
     def parts_of_segments(self, start: int, length: int) -> Iterator[tuple[int, int]]:
         """Return the bounds of `length` tokens after `start` others, cut where segments begin, as in training."""

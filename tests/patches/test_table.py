@@ -70,6 +70,7 @@ TESTS = {
     "warn_of_another_beginning": "test_lines::test_another_task_is_named",
     "train_alone free_folder": "test_training::test_a_folder_has_one_training",
     "refuse_flat_weights_on_a_cpu": "test_training::test_fp16_on_a_cpu_is_refused",
+    "refuse_graphs": "test_training::test_graphs_are_refused_where_there_are_none",
     "make_folder_of_log": "test_commands::trained",
     "name_shared_weights": "test_commands::test_training_learns_and_says_nothing_alarming",
     "count_diverse_beams_by_batch": "test_commands::test_every_sentence_is_translated",
