@@ -77,7 +77,7 @@ class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
     )
     cuda_graphs: bool = option(
         False,
-        "run the layers in training as CUDA graphs, so that a GPU does not wait for Python",
+        "run the layers in training, and each step of decoding, as CUDA graphs, so that a GPU does not wait for Python",
         same_function=True,
     )
 

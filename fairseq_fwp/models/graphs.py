@@ -1,4 +1,4 @@
-"""CUDA graphs of a decoder: its layers in training. A GPU then does not wait for Python.
+"""CUDA graphs of a decoder: its layers in training, and steps of decoding. A GPU then does not wait for Python.
 
 A graph has the shapes of one call, reads and writes the same memory in each replay, and must not wait for the GPU.
 Here what it is given is copied into that memory, and what it returns out of it, where anyone might still need it.
@@ -212,3 +212,23 @@ def own_gradients(parameters: Iterable[nn.Parameter]) -> None:
     held = [(p, p.grad) for p in parameters if p.grad is not None]
     for (p, _), gradient in zip(held, copies_of([gradient for _, gradient in held]), strict=True):
         p.grad = gradient
+
+
+class StepGraph:
+    """A function of tensors as a graph: `read(*tensors)`, of which results are copies."""
+
+    def __init__(self, read: Callable[..., list[Tensor]], tensors: Sequence[Tensor], pool: "Pool") -> None:
+        self.inputs = [x.clone() for x in tensors]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what libraries prepare at their first call on a stream is not for a capture
+            read(*self.inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode=OF_THREAD):
+            self.outputs = read(*self.inputs)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        copy_all(self.inputs, tensors)
+        self.graph.replay()
+        return copies_of(self.outputs)

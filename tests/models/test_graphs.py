@@ -10,8 +10,9 @@ import pickle
 
 import pytest
 import torch
-from support.small_models import build_model, loss_of, random_tokens
+from support.small_models import build_model, log_probs, loss_of, random_tokens
 
+from fairseq_fwp.models import decoder as decoders
 from fairseq_fwp.models import graphs
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 
@@ -52,14 +53,31 @@ class Replays:
         trunk.forward = lambda *given: Replay.apply(*given, *trunk.parameters())
 
 
+class EagerStep:
+    """In place of `StepGraph`: results lie in the same memory, of which the caller gets copies."""
+
+    captured = 0
+
+    def __init__(self, read, tensors, pool):
+        self.read, self.inputs = read, [x.clone() for x in tensors]
+        EagerStep.captured += 1
+
+    def __call__(self, tensors):
+        graphs.copy_all(self.inputs, tensors)
+        return graphs.copies_of(self.read(*self.inputs))
+
+
 @pytest.fixture
 def replays(monkeypatch):
     """Tensors claim to lie on a GPU."""
     made = Replays()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", made)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    monkeypatch.setattr(decoders, "StepGraph", EagerStep)
+    EagerStep.captured = 0
     return made
 
 
@@ -185,6 +203,41 @@ def test_graphs_are_of_one_model_in_its_place(replays):
     assert len(model.decoder.trunk_graphs.shapes.graphs) == 1
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.float()):
         assert len(other.decoder.trunk_graphs.shapes.graphs) == 0 and other.decoder.cuda_graphs
+
+
+@pytest.mark.parametrize("arch", ["gated_deltanet_lm_tiny", "rwkv7_lm_tiny", "delta_rnn_lm_wt103"])
+def test_decoding_by_graphs_is_decoding(replays, arch):
+    """With rows that a beam selects, of which there may become fewer, and states that stay as they were."""
+    models = [model.eval() for model in pair(arch)]
+    tokens = random_tokens(ROWS, 12)
+    scores = []
+    with torch.no_grad():
+        for model in models:
+            kept, rows, found = {}, torch.tensor([2, 0, 0]), []
+            for end in range(2, 13):
+                found.append(log_probs(model, tokens[:, :end], incremental_state=kept))
+                if end == 11:
+                    rows, tokens_now = torch.tensor([1, 2]), tokens[:2]
+                    model.decoder.reorder_incremental_state(kept, rows)
+                    found.append(log_probs(model, tokens_now, incremental_state=kept))
+                    break
+                model.decoder.reorder_incremental_state(kept, rows)
+            scores.append(found)
+    torch.testing.assert_close(*scores, rtol=1e-12, atol=1e-12)
+    assert EagerStep.captured == 1
+
+
+def test_steps_without_a_constant_shape_have_no_graph(replays):
+    for arch, flags in (
+        ("softmax_lm_wt103", {}),
+        ("softmax_lm_wt103", {"attention_window": 3}),
+        ("fwp_lm", {"softmax_layers": "1"}),
+        ("delta_lm_wt103", {"decoder_learned_pos": True}),
+        ("delta_lm_wt103", {"div_val": 2, "adaptive_softmax_cutoff": "10,30"}),
+        ("fwp_fwl_lm", {}),
+    ):
+        assert not build_model(arch, **flags).decoder.steps_are_alike, (arch, flags)
+    assert build_model("gated_deltanet_lm_tiny").decoder.steps_are_alike
 
 
 def test_random_features_are_drawn_in_place():
