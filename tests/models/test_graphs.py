@@ -15,6 +15,7 @@ from support.small_models import build_model, log_probs, loss_of, random_tokens
 from fairseq_fwp.models import decoder as decoders
 from fairseq_fwp.models import graphs
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.pretrained.model import PretrainedModel
 
 ROWS, LENGTH = 3, 4
 
@@ -225,6 +226,12 @@ def test_decoding_by_graphs_is_decoding(replays, arch):
             scores.append(found)
     torch.testing.assert_close(*scores, rtol=1e-12, atol=1e-12)
     assert EagerStep.captured == 1
+
+
+def test_a_loaded_model_writes_by_graphs(replays):
+    tokens = random_tokens(ROWS, 3)
+    written = [PretrainedModel(model).generate(tokens, 8) for model in pair("gated_deltanet_lm_tiny")]
+    assert torch.equal(*written) and EagerStep.captured == 1
 
 
 def test_steps_without_a_constant_shape_have_no_graph(replays):
