@@ -7,12 +7,12 @@
 //     dK = w (E G^T) + dP^T (F Q) + dA^T (F K)       df = the sums over the rows of G * S
 //
 // A erases with -K what P reads with Q, and D stands for dO. So the terms of dA are those of dP, computed again for another
-// reader. A removal has the readers Q and -y and the writers K and x, with V and E, and so four of these terms: of P and R, X
-// and Y. -y reads with c-.
+// reader. A removal has two readers, Q and -y, and two writers: K with V, and x with E. So it has these terms four times. -y
+// reads with c-.
 //
-// Where values fade, dO is c dO and V is w V in the terms of the states, with their own decays z, Z * S stands for S in df, and
-// dP are scores of dO and V with z. The gradients of V and z are then those of K and f with exchanged arguments: (dO, V, z, P,
-// S^T) stands for (Q, K, f, dP, S).
+// Where values fade, they have decays z. In the terms of the states, dO is then c dO and V is w V. In df, Z * S stands for S.
+// dP are the scores of dO and V with z. The gradients of V and z are those of K and f with exchanged arguments. Then dO, V
+// and z stand for Q, K and f, P for dP, and the transpose of S for S.
 //
 // As in chunk_keys.cuh, the terms with F are products of matrices between groups, for each h. One product Z gives both. In an odd
 // block, Z_t is the sum over s of dP_ts w_s k_s: c_t Z_t is a term of dQ_t, and q_t Z_t is the gradient of c_t. In an even block,

@@ -1,17 +1,20 @@
-// Shared by the passes on the tensor cores with decays by key, in bfloat16, 32 tokens at a time. F_ts is the product of the decays
-// f of tokens s + 1 to t, a vector along the keys, and b are the rates. A token that reads with x has, with a token that writes
-// with y, the score sum over i of x_ti F_tsi y_si. In what follows K stands for b K.
+// Shared by the passes on the tensor cores with decays by key, 32 tokens at a time. F_ts is the product of the decays f of tokens
+// s + 1 to t, a vector along the keys. K stands for b K, with b the rates. What reads with x and what writes with y have the
+// score of x_t and F_ts y_s, the sum of their products. c, w and f are as in chunks.cuh, element by element.
 //
-//     P_ts: Q reads K, for s <= t       A_ts: K reads K, for s < t       c, w, f as in chunks.cuh, element by element
+//     P_ts: Q reads K, s <= t       A_ts: K reads K, s < t
 //
-//     gla                  E = V                      out = c Q S + P E               S' = f S + (w K)^T E
-//     gated delta          E = V - (c K) S - A E      the same
-//     decay, also by values: Z is the product of the decays z of the values, and F_ts Z_ts stands for F_ts: in P V and in S'
-//     removal with y under x: R_ts, Y_ts: y reads K and x before the decay of token t, that is with F_(t-1)s; X_ts: Q reads x
+//     gla            E = V                      out = c Q S + P E               S' = f S + (w K)^T E
+//     gated delta    E = V - (c K) S - A E      the same
 //
-//         E = -(c- y) S - R V - Y E        out = c Q S + P V + X E         S' = f S + (w K)^T V + (w x)^T E
+// Decays of values, z, have the products Z. F_ts Z_ts stands for F_ts in P V and in S'.
 //
-//     c- is c without the decay of the token, and what y retrieves is -E.
+// A removal with y under x reads with y before the decay of its token, so F_(t-1)s and c- stand for F_ts and c there. What y
+// retrieves is -E.
+//
+//     R_ts: y reads K, s < t        Y_ts: y reads x, s < t         X_ts: Q reads x, s <= t
+//
+//     E = -(c- y) S - R V - Y E     out = c Q S + P V + X E        S' = f S + (w K)^T V + (w x)^T E
 //
 // A group has 8 tokens. In one group, a lane multiplies token by token, in float32. Tokens of different groups: let h be 16 if t
 // and s are in different halves of the chunk, otherwise 8. Then s is in an even block of h tokens and t in the odd one after it.

@@ -145,6 +145,10 @@ class LearningDecoder(LanguageModelDecoder):
             pieces.append(y)
         return torch.cat(pieces, 1), DecoderState((*base.layers, layer), base.positions)
 
+    @property
+    def steps_are_alike(self) -> bool:
+        return False  # the layer learns by segments
+
     def _adapt(
         self, x: Tensor, tokens: Tensor, state: FastWeightLayerState | None, same_segment: bool = False
     ) -> tuple[Tensor, FastWeightLayerState]:

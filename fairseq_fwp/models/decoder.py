@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Optional, Protocol, cast, runtime_checkable
@@ -20,6 +20,7 @@ from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Extra, Sample
 from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.models.attentions import ATTENTIONS
+from fairseq_fwp.models.graphs import Shapes, StepGraph, TrunkGraphs, split
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention.base import Attention, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
@@ -28,6 +29,7 @@ from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import resample
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.onednn import faster_linear
+from fairseq_fwp.modules.positions import LearnedPositions
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.rule import is_transformed
 from fairseq_fwp.options import Settings, option
@@ -139,12 +141,14 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     positions that are added to the embeddings, or None.
 
     half_loss: whether training scores only the second half of a segment;
+    cuda_graphs: whether layers in training, and steps of decoding, run as CUDA graphs;
     reads_padding: whether tokens may be padding: a graph for another library can do without its masks;
     needs_state: flags without effect if no state is carried over segments, and what happens then.
     """
 
     packs_documents = False
     half_loss = False
+    cuda_graphs = False
     reads_padding = True
     carries_state: bool
 
@@ -199,6 +203,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
         self.apply(initialize)
         self.final_dropout: nn.Module = nn.Identity()
+        self.trunk_graphs, self.step_graphs = TrunkGraphs(), Shapes[StepGraph]("decoding")
         self.layer_positions: nn.ModuleList | None = None  # added to the inputs of each layer (Al-Rfou et al. 2019)
 
     @property
@@ -232,17 +237,21 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         """
         if self.training:
             resample(self)
+        scored = incremental_state is not None and not features_only
         if incremental_state is None:
             x, state = self.extract_features(prev_output_tokens, state, first=first)
         else:
-            state, read = self.get_incremental_state(incremental_state, "state") or (state, 0)
-            x, state = self.step(prev_output_tokens[:, read:], state, read)
-            self.set_incremental_state(incremental_state, "state", (state, prev_output_tokens.shape[1]))
-        scored = incremental_state is not None and not features_only
-        if scored:
-            # fairseq's generator divides the first value by --temperature: dividing features would miss the biases.
-            x = self.adaptive_softmax.get_log_prob(x, None)
-        elif not features_only:
+            state, read, rows = self.get_incremental_state(incremental_state, "state") or (state, 0, None)
+            tokens = prev_output_tokens[:, read:]
+            if graphed := self.score_by_graph(tokens, state, rows) if scored else None:
+                x, state = graphed
+            else:
+                state = state if rows is None else cast(DecoderState, state).reorder(rows)
+                x, state = self.step(tokens, state, read)
+                # fairseq's generator divides the first value by --temperature: dividing features would miss the biases.
+                x = self.adaptive_softmax.get_log_prob(x, None) if scored else x
+            self.set_incremental_state(incremental_state, "state", (state, prev_output_tokens.shape[1], None))
+        if not (scored or features_only):
             x = self.output_layer(x)
         return x, {"attn": [None], "state": state, "scored": scored}
 
@@ -255,6 +264,45 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     def step(self, tokens: Tensor, state: DecoderState | None, start: int) -> tuple[Tensor, DecoderState]:
         """Return the same in incremental decoding, for tokens (B, L) that follow `start` tokens of the prefix."""
         return self._read(tokens, state, decoding=True)
+
+    @property
+    def steps_are_alike(self) -> bool:
+        """Whether a step of decoding calls the same kernels for every token, whatever was read before it."""
+        waits = isinstance(self.embed_tokens, AdaptiveInput) or isinstance(self.embed_positions, LearnedPositions)
+        return not waits and self.state_size(1) == self.state_size(2)
+
+    def score_by_graph(
+        self, tokens: Tensor, state: DecoderState | None, rows: Tensor | None = None
+    ) -> tuple[Tensor, DecoderState] | None:
+        """Return log-probabilities (B, 1, V) after one more token (B, 1), and the new state, by a CUDA graph.
+
+        rows (B,): those of the state that the tokens continue, as a beam has selected them; None = all in their order.
+        None: this step must do without a graph, as every first of its shape must.
+        """
+        read_one = state is not None and tokens.shape[1] == 1 and not (self.training or torch.is_grad_enabled())
+        if not (self.cuda_graphs and read_one and tokens.is_cuda and self.steps_are_alike):
+            return None
+        before, join = split(state)
+        selects, count = rows is not None, len(before)
+        inputs = [tokens, *before] if rows is None else [tokens, *before, rows]
+
+        def read(token: Tensor, *given: Tensor) -> list[Tensor]:
+            state = join(given[:count])
+            x, state = self._read(token, state.reorder(given[-1]) if selects else state, decoding=True)
+            return [self.adaptive_softmax.get_log_prob(x, None), *split(state)[0]]
+
+        shape = tuple((x.shape, x.dtype) for x in inputs)
+        graph = self.step_graphs.find(shape, lambda: StepGraph(read, inputs, self.step_graphs.pool))
+        if graph is None:
+            return None
+        log_probs, *after = graph(inputs)
+        return log_probs, join(after)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LanguageModelDecoder":
+        """Forget the graphs of parameters that move."""
+        self.trunk_graphs, self.step_graphs = TrunkGraphs(), Shapes[StepGraph]("decoding")
+        super()._apply(fn, recurse)
+        return self
 
     def _read(
         self,
@@ -271,8 +319,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         if first is not None:
             counts = counts - torch.where(first, counts - 1, 0).cummax(1).values
         positions = (counts - 1).clamp(min=0)
-        layer_states = []
-        shared: dict[str, Tensor] = {}
+        states = None if state is None else state.layers
         # Here and not in each layer, and for many tokens: each call of torch costs more in this context.
         with faster_linear(tokens.numel(), tokens.device):
             x = self.embed_scale * self.embed_tokens(tokens)
@@ -281,18 +328,36 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
             if self.layernorm_embedding is not None:
                 x = self.layernorm_embedding(x)
             x = self.dropout(x)
-            # A compiled graph, and a transform of torch.func, take one path for all inputs.
-            one_path = torch.compiler.is_compiling() or is_transformed()
+            # A compiled graph, a transform of torch.func and a CUDA graph take one path for all inputs.
+            one_path = torch.compiler.is_compiling() or is_transformed() or is_captured(tokens)
             mask = padding if self.reads_padding and (one_path or padding.any()) else None
-            for index, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
-                if self.layer_positions is not None:
-                    x = x + self.layer_positions[index](positions).to(x.dtype)
-                outputs = last if index == len(self.layers) - 1 else None
-                x, layer_state = layer(x, state.layers[index] if state else None, mask, outputs, first, shared)
-                layer_states.append(layer_state)
+            graphed = None
+            if self.cuda_graphs and self.training and not one_path and mask is None and last is None and first is None:
+                graphed = self.trunk_graphs(self.layers, self._run_layers, x, states)
+            x, states = graphed or self._run_layers(x, states, mask, last, first, positions)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
-        return self.final_dropout(x), DecoderState(tuple(layer_states), counts[:, -1] if counts.shape[1] else seen)
+        return self.final_dropout(x), DecoderState(states, counts[:, -1] if counts.shape[1] else seen)
+
+    def _run_layers(
+        self,
+        x: Tensor,
+        states: tuple[StateTree, ...] | None,
+        mask: Tensor | None = None,
+        last: int | None = None,
+        first: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[StateTree, ...]]:
+        """Return the output of the last layer, and the new state of each; see `_read`."""
+        after = []
+        shared: dict[str, Tensor] = {}
+        for index, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
+            if self.layer_positions is not None:
+                x = x + self.layer_positions[index](positions).to(x.dtype)
+            outputs = last if index == len(self.layers) - 1 else None
+            x, state = layer(x, states[index] if states else None, mask, outputs, first, shared)
+            after.append(state)
+        return x, tuple(after)
 
     def parts_of_segments(self, start: int, length: int) -> Iterator[tuple[int, int]]:
         """Return the bounds of `length` tokens after `start` others, cut where segments begin, as in training."""
@@ -321,12 +386,18 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         """Keep the rows new_order of the decoding state, as beam search selects them."""
         decoded = self.get_incremental_state(incremental_state, "state")
         if decoded is not None:
-            state, read = decoded
-            self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
+            state, read, rows = decoded  # it is done with the next token
+            rows = new_order if rows is None else rows.index_select(0, new_order)
+            self.set_incremental_state(incremental_state, "state", (state, read, rows))
 
     def state_size(self, length: int, carried: bool = False) -> int:
         """Return the numbers in the state, see `Attention`; counted as in Schlag et al. 2021, Table 4."""
         return self.last_inputs + sum(attention.state_size(length, carried) for attention in self.attentions)
+
+
+def is_captured(x: Tensor) -> bool:
+    """Return whether what is computed on the device of x becomes a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_probability(name: str, value: float) -> None:

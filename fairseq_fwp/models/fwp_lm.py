@@ -75,6 +75,11 @@ class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
         "sinusoids as in the papers' public code: positions are counted from the end of the sample; in "
         "decoding a sample has --tokens-per-sample tokens",
     )
+    cuda_graphs: bool = option(
+        False,
+        "run the layers in training, and each step of decoding, as CUDA graphs, so that a GPU does not wait for Python",
+        same_function=True,
+    )
 
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
@@ -116,6 +121,7 @@ class FwpDecoder(LanguageModelDecoder):
         self.final_dropout = Dropout(cfg.final_dropout, self)
         packs = all(attention.packs_documents for attention in self.attentions)
         self.packs_documents = packs and not cfg.positions_from_end
+        self.cuda_graphs = cfg.cuda_graphs
 
     def build_positions(self, cfg: FwpLanguageModelConfig) -> nn.Module | None:
         if cfg.positions_from_end:

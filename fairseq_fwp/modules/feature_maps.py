@@ -184,7 +184,7 @@ class Favor(FeatureMap):
 
     def resample(self) -> None:
         """Draw R again if `redraw` says so, on the CPU: the matrix does not depend on the model's device."""
-        # New tensors: a later backward pass needs the old matrix, and a saved state its count.
+        # A new tensor: a saved state needs its count.
         self.draws = self.draws + 1
         if self.redraw and int(self.draws - 1) % self.redraw == 0:
             self.given = False
@@ -195,7 +195,8 @@ class Favor(FeatureMap):
         number = -(-int(self.draws) // self.redraw) if self.redraw else 1
         generator = torch.Generator().manual_seed((int(self.seed) + number) % SEED_RANGE)
         num_features, head_dim = self.projection.shape
-        self.projection = DRAWS[self.draw](num_features, head_dim, generator).to(self.projection)
+        # In place, where a CUDA graph reads it; backward passes need only products of it.
+        self.projection.copy_(DRAWS[self.draw](num_features, head_dim, generator))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         projection = state_dict.pop(f"{prefix}projection", None)
@@ -210,12 +211,12 @@ class Favor(FeatureMap):
             f"{prefix}projection must be {own}, got {shape}, because the checkpoint has {shape[0]} random vectors of "
             f"size {shape[-1]}: build the map with this `features` and key dimension",
         )
-        self.projection = projection.to(self.projection)
+        self.projection.copy_(projection)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.given:
-            destination[f"{prefix}projection"] = self.projection.detach()
+            destination[f"{prefix}projection"] = self.projection.clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         projection, seed, draws = self.projection, self.seed, self.draws

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_fwp.options import setting
 from fairseq_fwp.outputs import unfinished
 from fairseq_fwp.patches.patch import patch
 
@@ -327,6 +328,21 @@ def refuse_flat_weights_on_a_cpu(init, self, cfg, *args, **kwargs):
     flat = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
     if flat and (common.cpu or not torch.cuda.is_available()):
         sys.exit("--fp16 must be used on a GPU, got a CPU: give --bf16 in its place, or leave it out")
+    init(self, cfg, *args, **kwargs)
+
+
+@patch("fairseq.trainer.Trainer.__init__")
+def refuse_graphs(init, self, cfg, *args, **kwargs):
+    """Refuse --cuda-graphs, a flag of our models, where there are none: fairseq would train without them."""
+    cfg = _as_configuration(cfg)
+    if setting(cfg.model, "cuda_graphs", False):
+        processes = cfg.distributed_training.distributed_world_size
+        if cfg.common.cpu or not torch.cuda.is_available():
+            sys.exit("--cuda-graphs must be used on a GPU, got a CPU: leave it out")
+        if processes > 1:
+            sys.exit(f"--cuda-graphs must be used by one process, got {processes}: leave it out, or use one GPU")
+        if cfg.common.amp:
+            sys.exit("--cuda-graphs must be used without --amp, got both: give --bf16 in place of --amp")
     init(self, cfg, *args, **kwargs)
 
 

@@ -93,7 +93,7 @@ class PretrainedModel(nn.Module):
             ended |= token[:, 0] == eos
             if ended.all():
                 break
-            log_probs, state = self(token, state)
+            log_probs, state = self.model.decoder.score_by_graph(token, state) or self(token, state)
             log_probs = log_probs[:, -1]
         return written
 

@@ -210,7 +210,7 @@ def test_elements_of_the_matrix_are_standard_gaussian(draw):
     drawn = []
     for _ in range(3000):
         favor.resample()
-        drawn.append(favor.projection)
+        drawn.append(favor.projection.clone())
     drawn = torch.stack(drawn)
     assert drawn.mean(0).abs().max() < 4.5 / 3000**0.5
     assert (drawn.square().mean(0) - 1).abs().max() < 4.5 * (2 / 3000) ** 0.5
@@ -241,7 +241,7 @@ def test_favor_draws_as_often_as_it_is_told(draw, redraw, expected):
     resumed = Favor(HEAD_DIM, 4, draw, redraw=redraw)
     resumed.load_state_dict(favor.state_dict())
     for _ in expected:
-        previous = favor.projection
+        previous = favor.projection.clone()
         favor.resample()
         torch.rand(1)
         resumed.resample()

@@ -344,3 +344,32 @@ def test_fp16_on_a_cpu_is_refused(commands, tmp_path, flags):
     status, said = commands(*flags)
     sentence = "--fp16 must be used on a GPU, got a CPU: give --bf16 in its place, or leave it out"
     assert (status, said.splitlines()[-1]) == (1, sentence)
+
+
+@pytest.mark.parametrize(
+    "gpu, cpu, processes, amp, sentence",
+    [
+        (False, False, 1, False, "must be used on a GPU, got a CPU: leave it out"),
+        (True, True, 1, False, "must be used on a GPU, got a CPU: leave it out"),
+        (True, False, 2, False, "must be used by one process, got 2: leave it out, or use one GPU"),
+        (True, False, 1, True, "must be used without --amp, got both: give --bf16 in place of --amp"),
+        (True, False, 1, False, None),
+    ],
+)
+def test_graphs_are_refused_where_there_are_none(monkeypatch, gpu, cpu, processes, amp, sentence):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    cfg = SimpleNamespace(
+        model=SimpleNamespace(cuda_graphs=True),
+        common=SimpleNamespace(cpu=cpu, amp=amp),
+        distributed_training=SimpleNamespace(distributed_world_size=processes),
+    )
+    init = Mock()
+    if sentence:
+        with pytest.raises(SystemExit) as raised:
+            training.refuse_graphs(init, None, cfg)
+        assert str(raised.value) == f"--cuda-graphs {sentence}"
+    else:
+        training.refuse_graphs(init, None, cfg)
+    cfg.model.cuda_graphs = False
+    training.refuse_graphs(init, None, cfg)
+    assert init.call_count == (1 if sentence else 2)

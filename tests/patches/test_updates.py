@@ -15,6 +15,7 @@ from fairseq.optim import FP16Optimizer, MemoryEfficientFP16Optimizer
 from fairseq.optim.adam import Adam, FairseqAdam
 from omegaconf import OmegaConf
 from support.pairwise import looped
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp import patches
 from fairseq_fwp.patches import updates
@@ -101,6 +102,73 @@ def test_fused_adam_is_fairseqs_to_rounding():
         counts = [count for count, _, _ in results[1][1]]
         # A copy in float32 has a gradient of zero where its parameter has none.
         assert sorted(counts) == [12 if flag else 6, 12, 12, 12, 12] and {type(count) for count in counts} == {int}
+
+
+class Calls(TorchDispatchMode):
+    """The operators that PyTorch is asked for: on a GPU each is one launch, or few."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # of `.data`
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+TOGETHER = {
+    "_sync_fp16_grads_to_fp32": "_foreach_copy_",
+    "_sync_fp32_params_to_fp16": "_foreach_copy_",
+    "zero_grad": "_foreach_zero_",
+}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_copies_of_all_parameters_are_made_together(whole):
+    """Their bits are those of fairseq, also if a parameter has no gradient; fairseq's flat copies stay its own."""
+    results = []
+    for find in (inspect.unwrap, lambda method: method):
+        training = Training(either, "--bf16")
+        training.update(2)
+        optimizer = training.optimizer
+        optimizer.zero_grad()
+        sum((p.float() ** 3).sum() for p in training.parameters[: None if whole else -1]).backward()
+        optimizer._needs_sync = True
+        found = []
+        for name in TOGETHER:
+            for p in optimizer.fp32_params:
+                p.data.mul_(1.01)
+            with Calls() as calls:
+                find(getattr(FP16Optimizer, name))(optimizer)
+            found += [x.clone() for p in optimizer.fp32_params for x in (p.data, p.grad)]
+            found += [p.data.clone() for p in training.parameters]
+            if find is not inspect.unwrap and (whole or "grads" not in name):
+                assert calls.names == [TOGETHER[name]], name
+            assert not optimizer._needs_sync and (name != "zero_grad" or training.parameters[0].grad is None)
+        results.append(found)
+    assert all(map(torch.equal, *results)) and len(results[0]) == 3 * 3 * len(SHAPES)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that claims to lie on a GPU."""
+
+    is_cuda = True
+
+
+def test_norms_of_all_gradients_are_taken_together():
+    """On a CPU their bits are those of fairseq, and nobody is asked to install apex."""
+    gradients = [torch.linspace(-1, 2, 1 << n) for n in (1, 4, 12)]
+    parameters = [torch.nn.Parameter(torch.zeros_like(x)) for x in gradients]
+    for p, x in zip(parameters, gradients, strict=True):
+        p.grad = x.clone()
+    norm = utils.clip_grad_norm_(parameters, 0.0)
+    assert utils.multi_tensor_l2norm_available
+    assert torch.equal(norm, torch.norm(torch.stack([torch.norm(x, p=2, dtype=torch.float32) for x in gradients])))
+    with Calls() as calls:
+        together = utils.multi_tensor_total_norm([x.as_subclass(OnGpu) for x in gradients])
+    assert calls.names == ["_foreach_norm", "stack", "linalg_vector_norm"]
+    torch.testing.assert_close(together.as_subclass(torch.Tensor), norm)
 
 
 def test_small_weight_decays_are_not_rounded_away():

@@ -13,6 +13,9 @@ from fairseq_fwp.kernels.cuda import toolkit_folders
 HERE = Path(__file__).parent
 # There is no library of the driver without a GPU: those who call its functions have their names.
 CALLERS = ("triton/backends/nvidia/driver.c", "torch/lib/libc10_cuda.so", "torch/lib/libtorch_cuda.so")
+PRODUCT = re.compile(r"Gem[mv]|gem[mv]|LtMatmul$")  # of matrices, by cuBLAS
+# Without a context, PyTorch does not ask whether a stream captures.
+CONTEXT = "int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) { *active = 1; return 0; }\n"
 FUNCTION = re.compile(rb"\bcu[A-Z][A-Za-z0-9]+(?:_v\d)?\b")
 
 
@@ -22,9 +25,11 @@ def functions_of(library: Path) -> set[str]:
 
 
 def build_library(name: str, functions: set[str], folder: Path, *sources: str) -> Path:
-    """Build a library of sources, and of functions that return 0 where these have none."""
-    stubs = (f"__attribute__((weak)) int {function}(void) {{ return 0; }}\n" for function in sorted(functions))
-    (folder / "stubs.c").write_text("".join(stubs))
+    """Build a library of sources, and of functions that return 0 where these have none. Products note themselves."""
+    notes = {function: f'fake_gpu_note("{function}"); ' for function in functions if PRODUCT.search(function)}
+    stubs = (f"__attribute__((weak)) int {x}(void) {{ {notes.get(x, '')}return 0; }}\n" for x in sorted(functions))
+    own = CONTEXT if "libcuda." in name else "void fake_gpu_note(const char*);\n"
+    (folder / "stubs.c").write_text(own + "".join(stubs))
     (folder / "versions").write_text(f"{name} {{ global: *; }};\n")  # that of the symbols that PyTorch asks for
     subprocess.run(["gcc", "-w", "-fPIC", "-fno-builtin", "-c", "stubs.c"], cwd=folder, check=True)
     link = ["g++", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-Wl,--version-script=versions", *sources, "stubs.o"]
@@ -43,5 +48,5 @@ def environment(python: str, folder: Path) -> dict[str, str]:
         more = [str(HERE / "runtime.cpp"), *(f"-I{path}" for path in includes)] if "cudart" in pattern else []
         built.append(build_library(real.name, functions_of(real), folder, *more))
     driver = {name.decode() for file in CALLERS for name in FUNCTION.findall((site / file).read_bytes())}
-    built.append(build_library("libcuda.so.1", driver, folder))
+    built.append(build_library("libcuda.so.1", driver - {"cuDevicePrimaryCtxGetState"}, folder))
     return {**os.environ, "LD_PRELOAD": " ".join(map(str, built)), "TRITON_LIBCUDA_PATH": str(folder)}

@@ -1,6 +1,9 @@
 // A CUDA runtime without a GPU: memory is the host's, kernels do nothing, and everything is done at once. So PyTorch's own host
 // code runs: its allocator, autograd, streams and graphs, and our launches. What kernels would have written stays as it is.
 //
+// FAKE_GPU_LOG names a file that gets a line for each call that gives a GPU work: a kernel (its name, blocks, threads and
+// bytes of shared memory), cuBLAS, a copy, a fill, or a graph. A capture takes no work, and refuses to wait for any.
+//
 // fake_gpu.py adds all other functions of the library, which return success and nothing else.
 #include <cuda_runtime_api.h>
 
@@ -9,6 +12,7 @@
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <string>
 
 // The headers give these another name.
@@ -29,7 +33,7 @@ std::mutex mutex;
 std::map<const char*, Block> blocks;  // by their start
 std::map<const void*, std::string> kernels;
 size_t used = 0;
-bool captures = false;
+bool captures = false, spoiled = false;  // whether work is captured now, and whether something has waited for it
 
 cudaError_t allocate(void** block, size_t bytes, cudaMemoryType type) {
   const std::lock_guard<std::mutex> guard(mutex);
@@ -59,9 +63,23 @@ cudaError_t make(Handle* handle) {
 
 cudaError_t nothing() { return cudaSuccess; }
 
+// Return what a call gets that waits for work.
+cudaError_t wait() {
+  if (!captures) return cudaSuccess;
+  return spoiled = true, cudaErrorStreamCaptureUnsupported;
+}
+
 }  // namespace
 
 extern "C" {
+
+// Add a line to the log, unless the work is captured. The stubs of cuBLAS call it, too.
+void fake_gpu_note(const char* what) {
+  const char* const path = std::getenv("FAKE_GPU_LOG");
+  if (!path || captures) return;
+  const std::lock_guard<std::mutex> guard(mutex);
+  std::ofstream(path, std::ios::app) << what << '\n';
+}
 
 cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
@@ -116,14 +134,21 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* a
   return cudaSuccess;
 }
 
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  fake_gpu_note("cudaMemcpyAsync");
   return std::memmove(to, from, bytes), cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
-  return cudaMemcpy(to, from, bytes, kind);
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  return captures ? wait() : cudaMemcpyAsync(to, from, bytes, kind, nullptr);
 }
-cudaError_t cudaMemset(void* to, int value, size_t bytes) { return std::memset(to, value, bytes), cudaSuccess; }
-cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) { return cudaMemset(to, value, bytes); }
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  fake_gpu_note("cudaMemsetAsync");
+  return std::memset(to, value, bytes), cudaSuccess;
+}
+cudaError_t cudaMemset(void* to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
+cudaError_t cudaDeviceSynchronize() { return wait(); }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return wait(); }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return wait(); }
 cudaError_t cudaGetSymbolAddress(void** address, const void*) {
   static void* const block = std::calloc(1, 1 << 20);
   return *address = block, cudaSuccess;
@@ -154,8 +179,14 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
   if (id) *id = 1;
   return cudaStreamIsCapturing(stream, status);
 }
-cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return captures = true, cudaSuccess; }
-cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) { return captures = false, make(graph); }
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  return captures = true, spoiled = false, cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+  captures = false;
+  return spoiled ? cudaErrorStreamCaptureInvalidated : make(graph);
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return fake_gpu_note("cudaGraphLaunch"), cudaSuccess; }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* graph, cudaGraph_t, unsigned long long) { return make(graph); }
 cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) { return *count = 1, cudaSuccess; }
 
@@ -186,11 +217,15 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int value) {
   return value <= kSharedBytes ? cudaSuccess : cudaErrorInvalidValue;
 }
 cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t bytes, cudaStream_t) {
-  if (const char* const path = std::getenv("FAKE_GPU_LOG")) {
-    const std::lock_guard<std::mutex> guard(mutex);
-    std::ofstream(path, std::ios::app) << kernels[kernel] << ' ' << grid.x << ' ' << block.x << ' ' << bytes << '\n';
-  }
-  return cudaSuccess;
+  std::ostringstream line;
+  line << kernels[kernel] << ' ' << grid.x << ' ' << block.x << ' ' << bytes;
+  return fake_gpu_note(line.str().c_str()), cudaSuccess;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** inputs, size_t bytes, cudaStream_t stream) {
+  return cudaLaunchKernel(kernel, grid, block, inputs, bytes, stream);
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** inputs) {
+  return cudaLaunchKernel(kernel, config->gridDim, config->blockDim, inputs, config->dynamicSmemBytes, config->stream);
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void* data) { return call(data), cudaSuccess; }
 // A driver's function, of any type: PyTorch calls few, and none without a GPU of its own.
