@@ -20,7 +20,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults, Pass::kOfReads;
   static constexpr bool kReads = !kReverse && !kEnds;                                                   // out
   static constexpr bool kFinds = kReverse && !kFadesValues ? kSolves || !kEnds : kSolves;               // D, or what E takes away
-  static constexpr bool kGives = kRemoves && kReverse && !kEnds;                                        // dV beside D
+  static constexpr bool kGives = kRemoves && kReverse && !kEnds;                                        // dV next to D
   static constexpr bool kAligned = !kErases;  // what is written under keys: nothing corrects its errors (see grid_of)
   static constexpr int kQueryParts = kReverse ? kExact : kReads ? kOfResults : 0;
   static constexpr int kKeyParts = !kReverse || kErases ? kExact : kGives || (kFinds && !kRemoves) ? kOfResults : 0;

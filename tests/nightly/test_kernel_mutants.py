@@ -22,8 +22,8 @@ SHAPES = [(1, 3, 35, 5, 7), (2, 1, 38, 17, 20)]
 # Numbers of 2 bytes, read 16 bytes at a time.
 HALF_SHAPE = (1, 2, 38, 16, 24)
 # On the tensor cores: bfloat16, except the states. Keys are copied 16 bytes at a time, values one by one.
-CHUNK_SHAPE, IN_CHUNKS = (1, 2, 77, 24, 90), ("sum", "delta", "gated_delta", "gla", "gla_by_key", "gated_delta_by_key", "decay", "dplr_by_key")
-FORGETFUL = IN_CHUNKS[2:]
+CHUNK_SHAPE = (1, 2, 77, 24, 90)
+FORGETFUL = ("gated_delta", "gla", "gla_by_key", "gated_delta_by_key", "decay", "dplr_by_key")
 # Several warps and blocks for a head's columns; the second has sums over 32 blocks, in windows of 64 tokens.
 SUM_SHAPES = [(1, 2, 38, 60, 64), (1, 4, 70, 300, 128)]
 SEGMENT_SHAPE, IN_SEGMENTS = (1, 1, 2100, 20, 24), ("delta", "gated_delta", "gla_by_key", "gated_delta_by_key")
@@ -59,7 +59,7 @@ def cases(kind):
     if kind == "segments":
         return [make(rule, SEGMENT_SHAPE, torch.bfloat16) for rule in IN_SEGMENTS]
     scans = [make(rule, shape, torch.float64) for rule in CASES for shape in SHAPES]
-    chunks = [make(rule, CHUNK_SHAPE, torch.bfloat16) for rule in IN_CHUNKS]
+    chunks = [make(rule, CHUNK_SHAPE, torch.bfloat16) for rule in ("sum", "delta", *FORGETFUL)]
     chunks += [make("delta", CHUNK_SHAPE, torch.float32)]
     return [*scans, *chunks, make("gated", HALF_SHAPE, torch.bfloat16), make("sum", SEGMENTS_OF_SUM, torch.bfloat16)]
 
