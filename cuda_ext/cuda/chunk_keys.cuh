@@ -336,7 +336,8 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
   // Without solving, a transition is a vector. Where values fade, it would be two: there are no segments. Nor are there in
   // float32, to have fewer kernels.
   static constexpr bool kHasSegments = !kFadesValues && kIn == 1;
-  static constexpr int kMostWarps = kRemoves ? kChunkWarps / 2 : kChunkWarps;  // of columns: a removal needs more shared memory
+  // Of columns: these rules need more shared memory.
+  static constexpr int kMostWarps = kRemoves || kFadesValues ? kChunkWarps / 2 : kChunkWarps;
   // The stored scores: P in parts, as exact as what depends on it, then -A (of a removal -Y) as in Scores, X, and -R.
   static constexpr int kScoreParts = kErases ? kExact : kOfResults;
   static constexpr int kErased = kScoreParts, kReadRemoved = kErased + kExact, kFound = kReadRemoved + kExact;

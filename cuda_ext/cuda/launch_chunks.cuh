@@ -423,7 +423,9 @@ template <int kRows, Rule kRule, int kIn>
 const char* backward_by_key(const Call& call, const Inputs& in, const Backward& more, const Gradients& to, const Gpu& gpu) {
   const ScanSize size = scan_size(call);
   const KeyMemory<kRows, kRule, kIn> memory(call, true);
-  auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kIn, true>>(size, in, more.d_out, memory.scores, size.columns, gpu);
+  Tokens d_out = more.d_out;
+  d_out.type = call.type;  // also of absent ones: results go through their place
+  auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kIn, true>>(size, in, d_out, memory.scores, size.columns, gpu);
   pass.initial = matrices<float>(more.d_state, call.size);
   pass.last = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
   const Target d_removed{pass.kRemoves ? memory.d_removed : to.v.data, call.type};
@@ -436,9 +438,9 @@ const char* backward_by_key(const Call& call, const Inputs& in, const Backward& 
       kept = memory.kept;
     }
   const float* const of_forward = static_cast<const float*>(more.segments);
-  if (const char* error = run_key_states(pass, size, in, more.d_out, memory, memory.segments, of_forward, gpu, call.stream))
+  if (const char* error = run_key_states(pass, size, in, d_out, memory, memory.segments, of_forward, gpu, call.stream))
     return error;
-  auto of_k = make_key_gradients<kRows, kRule, kIn>(size, in, more.d_out, kept, memory.gradients, size.columns, 1);
+  auto of_k = make_key_gradients<kRows, kRule, kIn>(size, in, d_out, kept, memory.gradients, size.columns, 1);
   of_k.removed = {more.retrieved, size.columns};
   of_k.d_removed = {contiguous_tokens(d_removed, call.size), size.columns};
   of_k.d_q = to.q, of_k.d_k = to.k, of_k.d_rate = to.rate;
@@ -446,7 +448,7 @@ const char* backward_by_key(const Call& call, const Inputs& in, const Backward& 
   of_k.d_removal_key = to.removal_key, of_k.d_removal = to.removal;
   of_k.d_scores = memory.d_scores;
   if constexpr (pass.kFadesValues) {
-    const Inputs swapped = values_as_keys(in, more.d_out);
+    const Inputs swapped = values_as_keys(in, d_out);
     const ScanSize of_values = values_as_keys(size);
     const char* const failed = with_rows(of_values.rows, [&](auto rows) -> const char* {
       constexpr int kOfValues = decltype(rows)::value;

@@ -46,7 +46,7 @@ LONG = (
     {"B": 1, "H": 1, "Hk": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 16},
     {"B": 1, "H": 1, "Hk": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 160},
 )
-WITH_SEGMENTS = ("sum_rule", "delta_rule", "gated_rule", "gla_rule", "gated_delta_rule")
+WITH_SEGMENTS = ("sum_rule", "delta_rule", "gated_rule", "gla_rule", "gated_delta_rule", "dplr_rule")
 # Greatest distance from the reference, relative to its norm; the tests' bounds are at most a sixth of it.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # For the check of one rule, and for the imports before the first.
