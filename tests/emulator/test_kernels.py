@@ -488,8 +488,8 @@ def test_workspace_is_of_the_order_of_the_tokens(emulator):
     """The memory is for 8,192 tokens of 8 heads and Dk = Dv = 64, in sizes of q + k + v + out.
 
     On tensor cores there are scores of all pairs of tokens in a chunk, and a gradient of the state for each chunk. Sums
-    over columns of several blocks take at most 32 MiB more. Sum and delta in float32 rebuild the states there that other
-    rules have kept.
+    over columns of several blocks take at most 32 MiB more. Sum and delta in float32 rebuild the states there that
+    other rules have kept.
     """
     tokens, states = 8 * 8192, 8 * 8192 // CHUNK * 64 * 64 * 4
     for dtype, most in ((torch.float32, 0.5), (torch.bfloat16, 1.0)):
