@@ -357,8 +357,8 @@ def _one_token(rule: Rule, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, after, tokens[0].new_zeros(0)
 
 
-def _linear_attention(*inputs_of_rule: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, unused = Inputs(*inputs_of_rule), inputs_of_rule[0].new_zeros(0)
+def _linear_attention(*inputs_of_rule: Any) -> tuple[Tensor, ...]:
+    x, unused = Inputs(*inputs_of_rule), [inputs_of_rule[0].new_zeros(0)] * 3
     B, H, L, Dv = x.v.shape
     Dk = x.q.shape[3]
     q, k = (y if y.shape[1] == H else y.repeat_interleave(H // y.shape[1], 1) for y in (x.q, x.k))
@@ -366,7 +366,7 @@ def _linear_attention(*inputs_of_rule: Any) -> tuple[Tensor, Tensor, Tensor, Ten
     if x.value_decay is not None or x.removal is not None:
         if L != 1:
             raise _OneToken
-        return *reference_of(x)(*x.tokens, state=state, first=None), unused, unused
+        return *reference_of(x)(*x.tokens, state=state, first=None), *unused
 
     def pack(y: Tensor) -> Tensor:
         return y.transpose(1, 2).flatten(2) if y.dim() == 4 else y.transpose(1, 2)
@@ -383,4 +383,4 @@ def _linear_attention(*inputs_of_rule: Any) -> tuple[Tensor, Tensor, Tensor, Ten
         shapes=((B, L, H * Dv), state.shape),
         version=1,
     )
-    return out.unflatten(2, (H, Dv)).transpose(1, 2), after, unused, unused
+    return out.unflatten(2, (H, Dv)).transpose(1, 2), after, *unused

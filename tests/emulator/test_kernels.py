@@ -154,7 +154,7 @@ def test_as_accurate_as_the_reference(emulator, rule):
         check_accuracy(emulator, rule, (1, 2, 130, 24, 40), dtype, floors=floors)
 
 
-@every_rule
+@pytest.mark.parametrize("rule", some_fast(*(x for x in CASES if x not in ("rwkv7", "dplr", "gdn2", "gdn2_by_key"))))
 def test_chunks_on_tensor_cores(emulator, rule):
     """In bfloat16, with rows of whole 16-byte pieces and without, the state and its gradient are exact."""
     shapes = [(1, 2, 70, 16, 16), (2, 1, 95, 64, 40), (1, 1, 77, 128, 33), (1, 1, 300, 100, 17)]
@@ -271,7 +271,7 @@ def test_decays_in_chunks(emulator, rule, kind):
     check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATES if kind == "float32" else None)
 
 
-@every_rule
+@pytest.mark.parametrize("rule", some_fast(*(rule for rule in CASES if not rule.startswith("gdn2"))))
 @pytest.mark.parametrize(
     "shape", [(2, 2, 165, 24, 40), pytest.param((1, 1, 2100, 16, 16), marks=pytest.mark.slow)], ids=str
 )
