@@ -28,10 +28,10 @@ def test_every_kernel_is_registered_and_launched(host_code, interpreter):
     assert host_code.kernels() == launch_all(interpreter, host_code) == interpreter.kernels.keys()
 
 
-# Scans with kept states, and chunks and segments in bfloat16.
+# Scans with kept states, chunks, and segments in bfloat16.
 CASES_BY_TYPE = {
     torch.float64: [(1, 2, 35, 9, 12)],
-    torch.float32: [(1, 2, 35, 9, 12)],
+    torch.float32: [(1, 2, 35, 9, 12), (1, 1, 70, 16, 24)],
     torch.bfloat16: [(1, 1, 70, 16, 24), (1, 1, 2060, 16, 16)],
 }
 

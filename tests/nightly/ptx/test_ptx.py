@@ -13,10 +13,10 @@ from operator_cases import CASES, cotangents_of, make_case
 from support.subjects import relative_error
 from test_kernels import (
     HOPPER,
-    OF_GATES,
     check_accuracy,
     check_equal,
     check_other_orders_and_gpus,
+    of_gates,
     remember,
 )
 from test_maps import CASES as MAP_CASES
@@ -43,11 +43,12 @@ def interpreter():
 
 
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rule", CASES)
-def test_chunks(interpreter, rule, state):
-    options = {"floors": OF_GATES, "layout": "tokens_first", "state": state}
+def test_chunks(interpreter, rule, dtype, state):
+    options = {"floors": of_gates(dtype), "layout": "tokens_first", "state": state}
     for shape in CHUNKS:
-        drawn = check_accuracy(interpreter, rule, shape, torch.bfloat16, **options)
+        drawn = check_accuracy(interpreter, rule, shape, dtype, **options)
         check_other_orders_and_gpus(interpreter, *drawn)
 
 
@@ -95,6 +96,7 @@ def launch_all(interpreter, operator):
     """Return the names of the kernels that an operator launches for the cases above, without executing them."""
     interpreter.launched(execute=False)
     cases = [(rule, shape, torch.bfloat16) for rule in CASES for shape in CHUNKS + SEGMENTS]
+    cases += [(rule, shape, torch.float32) for rule in CASES for shape in CHUNKS]
     cases += [(rule, shape, dtype) for rule in CASES for shape in SCANS for dtype in (torch.float32, torch.float64)]
     for rule, shape, dtype in cases:
         given, erases = make_case(rule, shape, dtype)
