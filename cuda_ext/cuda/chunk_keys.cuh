@@ -83,10 +83,10 @@ struct TokenVectors {
   Type type;
 
   FWP_BOTH TokenVectors(Carver& carver, int tokens, int width, Type type_) : type(type_) {
-    if (!kOnlyHalf && type == Type::float32)
-      in_float32 = carver.grouped<float>(tokens, width);
-    else
-      in_float32 = {reinterpret_cast<float*>(carver.grouped<Half>(tokens, width).data), width + kPadding};
+    // One pointer, with a size that depends on the type: of one of two pointers the compiler does not know the memory.
+    const int halves = !kOnlyHalf && type == Type::float32 ? 2 : 1;
+    Half* const data = carver.take<Half>(halves * grouped_size(tokens, width));
+    in_float32 = {reinterpret_cast<float*>(data), width + kPadding};
   }
   // Calls f with the matrix of its type.
   template <typename F>
@@ -181,7 +181,7 @@ FWP_DEVICE void put_parts(const float (&x)[2], const To (&to)[parts], int token,
 }
 
 // The size of a matrix of 32 x 16.
-constexpr int kScaledSize = kChunkTokens * (kBlock + kPadding) + kChunkTokens / kGroupRows * kBlock;
+constexpr int kScaledSize = grouped_size(kChunkTokens, kBlock);
 
 // 32 x 16 numbers of one warp: as factors, or for an exchange between lanes.
 template <int parts>

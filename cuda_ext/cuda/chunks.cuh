@@ -46,6 +46,11 @@ struct Divisor {
   FWP_BOTH friend unsigned operator/(unsigned x, const Divisor& by) { return unsigned(x * by.factor >> by.shift); }
 };
 
+// The numbers of a grouped matrix, with what lies between its rows.
+FWP_BOTH constexpr int grouped_size(int rows, int columns) {
+  return rows * (columns + kPadding) + rows / kGroupRows * kBlock;
+}
+
 // Allocates shared memory: in the kernel from its start, on the host from null, to count it.
 struct Carver {
   unsigned char* next;
@@ -61,7 +66,7 @@ struct Carver {
   }
   template <typename T = Bfloat16>
   FWP_BOTH Grouped<T> grouped(int rows, int columns) {
-    return {take<T>(rows * (columns + kPadding) + rows / kGroupRows * kBlock), columns + kPadding};
+    return {take<T>(grouped_size(rows, columns)), columns + kPadding};
   }
 };
 
