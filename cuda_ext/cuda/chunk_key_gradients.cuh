@@ -166,13 +166,8 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
     const T* const from = in_global_memory(reinterpret_cast<const T*>(start)) + n * kChunkTokens * stride;
     FWP_UNROLL_BY(4) for (int at = int(threadIdx.x); at < kChunkTokens * width; at += kWarps * kWarp) {
       const int t = at / width, j = at % width;
-      float x = t < tokens && j < columns ? sign * number(from[t * stride + j]) : 0;
-      FWP_UNROLL for (int m = 0; m < kValueParts; ++m) {
-        Bfloat16 part;
-        round_to(x, part);
-        *to[m].at(t, j) = part;
-        x -= number(part);
-      }
+      const float x = t < tokens && j < columns ? sign * number(from[t * stride + j]) : 0;
+      for_parts<kValueParts>(x, [&](int m, Bfloat16 part) { *to[m].at(t, j) = part; });
     }
   }
   // c dO and w V, and the products of all z. The warps share the numbers of a value.
@@ -287,12 +282,8 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
   FWP_DEVICE static void put_d_score(int t, int s, float x, const Memory& memory) {
     if (t / kSpan == s / kSpan) memory.in_group[t / kSpan * kGroupSize + s % kSpan * kSpan + t % kSpan] = x;
     if (t / kSpan <= s / kSpan) return;
-    FWP_UNROLL for (int m = 0; m < kOfResults; ++m) {
-      Bfloat16 part;
-      round_to(x, part);
-      *memory.d_scores[m].at(t, s) = *memory.d_scores[m].at(s, t) = part;
-      x -= number(part);
-    }
+    for_parts<kOfResults>(
+        x, [&](int m, Bfloat16 part) { *memory.d_scores[m].at(t, s) = *memory.d_scores[m].at(s, t) = part; });
   }
 
   // Products by rows of the state or its gradient, both also multiplied with each other.

@@ -368,13 +368,9 @@ struct ChunkPass {
       }
     }
     FWP_UNROLL for (int t = 0; t < kBlock; ++t) {  // after the last load: no load waits for a store
-      float rest = t == c ? 0.f : x[t];
-      FWP_UNROLL for (int n = 0; n < kExact; ++n) {
-        Bfloat16 part;
-        round_to(rest, part);
+      for_parts<kExact>(t == c ? 0.f : x[t], [&](int n, Bfloat16 part) {
         *scores.erase[n].at(b * kBlock + t, b * kBlock + c) = part;
-        rest -= number(part);
-      }
+      });
     }
   }
 

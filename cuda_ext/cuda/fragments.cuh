@@ -73,6 +73,17 @@ FWP_DEVICE float grid_of(float greatest) {
   return float_of_bits(power + (16u << 23)) * 1.5f;
 }
 
+// Calls f(n, part) for each part of one number.
+template <int parts, typename F>
+FWP_DEVICE void for_parts(float x, F f) {
+  FWP_UNROLL for (int n = 0; n < parts; ++n) {
+    Bfloat16 part;
+    round_to(x, part);
+    f(n, part);
+    x -= number(part);
+  }
+}
+
 // The numbers of a left factor, in the layout of a product.
 FWP_DEVICE void unpack(const Factor& from, Product& to) {
   FWP_UNROLL for (int h = 0; h < 2; ++h)

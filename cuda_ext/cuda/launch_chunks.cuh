@@ -288,10 +288,8 @@ struct KeyMemory {
   float *kept, *gradients;      // the states after each chunk, if the forward pass has not kept them; their gradients
   size_t bytes;
 
-  KeyMemory(const Call& call, bool is_backward) : KeyMemory(scan_size(call), call, is_backward) {}
-
- private:
-  KeyMemory(const ScanSize& size, const Call& call, bool is_backward) {
+  KeyMemory(const Call& call, bool is_backward) {
+    const ScanSize size = scan_size(call);
     ChunkKeyScores<kRows, kRule, kIn> pass{};
     set_size(pass, size);
     const int64_t chunks = size.heads * pass.chunks(), numbers = int64_t(size.rows) * size.columns;
