@@ -2,7 +2,7 @@
 // diagonal blocks of 1 + A b are inverted in float32.
 #pragma once
 
-#include "chunks.cuh"
+#include "relay.cuh"
 
 namespace fwp::cuda {
 
@@ -11,6 +11,7 @@ template <int kRows, bool kErases, bool kFades, bool kEnds = false>
 struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
   using Pass::kParts, Pass::kRates;
+  static constexpr int kMostThreads = kThreadsOfTeams<kRows>;
   static constexpr int kReadParts = kParts < kOfTokens ? kParts : kOfTokens;
 
   Brought value;
@@ -21,63 +22,75 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   float* ends;   // see store_ends()
 
   struct Stage {
-    Shared query, key, value;
+    Shared query, key;
     float* rate;
     Decays decays;
+    Shared value;  // the last one: the compiler knows the places of those before
 
     FWP_BOTH Stage(Carver& carver, const ChunkForward& pass)
         : query(carver.matrix(kChunkTokens, kRows)), key(carver.matrix(kChunkTokens, kRows)),
-          value(carver.matrix(kChunkTokens, pass.block_columns())), rate(carver.take<float>(kChunkTokens)),
-          decays(carver, kFades) {}
+          rate(carver.take<float>(kChunkTokens)), decays(carver, kFades),
+          value(carver.matrix(kChunkTokens, pass.block_columns())) {}
   };
-  struct Memory {
-    const char** starts;  // see put_starts()
+  struct OfTeam {
     Scores scores;
     Stages<Stage, ChunkForward> stages;
 
+    FWP_BOTH OfTeam(Carver& carver, const ChunkForward& pass)
+        : scores(carver, kOfTokens, kErases ? kExact : 0), stages(carver, pass) {}
+  };
+  struct Memory {
+    const char** starts;  // see put_starts()
+    Relay<kRows> relay;
+    Copies<OfTeam, ChunkForward> of_teams;
+
     FWP_BOTH Memory(Carver& carver, const ChunkForward& pass)
-        : starts(carver.take<const char*>(6)), scores(carver, kOfTokens, kErases), stages(carver, pass) {}
+        : starts(carver.take<const char*>(6)), relay(carver, pass.warps, pass.teams), of_teams(carver, pass, pass.teams) {}
   };
 
   FWP_DEVICE void run() const {
     Carver carver{shared_memory()};
     const Memory memory(carver, *this);
+    const int team = this->team();
+    const OfTeam own = memory.of_teams[team];
     typename Pass::State state;
     kEnds ? this->load_identity(state) : this->load(initial, state);
     this->put_starts({&this->query, &this->key, &value, &this->rate, &this->decay}, memory.starts);
-    const int64_t begin = this->begin(), end = this->end();
-    Scalars next = fill(memory, begin);
-    for (int64_t n = begin; n < end; ++n) {
-      const Stage chunk = memory.stages[n];
+    const int chunks = int(this->end() - this->begin());
+    Scalars next;
+    if (team < chunks) next = fill(memory.starts, own.stages[0], this->begin() + team);
+    for (int i = team, of_team = 0; i < chunks; i += this->teams, ++of_team) {
+      const Stage chunk = own.stages[of_team];
       this->put_scalars(next, chunk);
       wait_copies<0>();
       // From here on, this chunk may be used and the other stage may be filled.
-      __syncthreads();
-      if (n + 1 < end) next = fill(memory, n + 1);
-      use(n, chunk, memory.scores, state);
-      if constexpr (kFades && !kEnds)
-        if (this->count(n) == kChunkTokens) this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
+      memory.relay.wait_for_team(team);
+      if (i + this->teams < chunks)
+        next = fill(memory.starts, own.stages[of_team + 1], this->begin() + i + this->teams);
+      use(i, chunk, own.scores, memory.relay, state);
     }
-    if constexpr (kEnds)
-      this->store_ends(state, ends);
-    else if (end == this->chunks())
-      this->store(state, last, this->head());
   }
 
  private:
-  FWP_DEVICE Scalars fill(const Memory& memory, int64_t n) const {
-    const Stage to = memory.stages[n];
-    if constexpr (!kEnds) this->bring_keys(this->query, memory.starts[0], n, to.query);
-    this->bring_keys(this->key, memory.starts[1], n, to.key);
-    this->bring_values(value, memory.starts[2], n, to.value);
+  FWP_DEVICE Scalars fill(const char* const* starts, const Stage& to, int64_t n) const {
+    if constexpr (!kEnds) this->bring_keys(this->query, starts[0], n, to.query);
+    this->bring_keys(this->key, starts[1], n, to.key);
+    this->bring_values(value, starts[2], n, to.value);
     commit_copies();
-    return this->ask(memory.starts[3], memory.starts[4], memory.starts[5], n);
+    return this->ask(starts[3], starts[4], starts[5], n);
   }
 
-  FWP_DEVICE void use(int64_t n, const Stage& chunk, const Scores& scores, typename Pass::State& state) const {
+  // Chunk i of the segment.
+  FWP_DEVICE void use(int i, const Stage& chunk, const Scores& scores, const Relay<kRows>& relay,
+                      typename Pass::State& state) const {
     const Decays& decays = chunk.decays;
     this->template make_scores<kEnds ? 0 : kOfTokens>(chunk.query, chunk.key, decays, scores,
                                           [&](int, int s, float x) { return x * chunk.rate[s]; });
+    const int team = this->team(), warp = this->warp();
+    const int64_t n = this->begin() + i;
+    const bool is_last = n + 1 == this->end();
+    relay.wait_for_team(team);  // for the scores
+    relay.take(i, team, warp, state);
     // The transposes of K S and of Q S, for the columns of this warp.
     Product found[kChunkBlocks], read[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(found[t]), clear(read[t]);
@@ -99,7 +112,6 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       this->fade_columns(t * kBlock, read[t], from_start);
       this->fade_columns(t * kBlock, found[t], from_start);
     }
-    __syncthreads();  // for the scores
     Factor write[kChunkBlocks][kParts];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
@@ -111,10 +123,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
         for_elements(found[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
         split(found[t], write[t]);
       }
-      FWP_UNROLL for (int s = 0; s <= t && !kEnds; ++s)
-        multiply<kOfTokens>(read[t], greatest<kReadParts>(write[s]), [&](int m, Factor& right) {
-          scores.read[m].right_transposed(t * kBlock, s * kBlock, right);
-        });
+      if constexpr (kFades) read_scores(t, scores, write, read[t]);
     }
     if constexpr (kFades) {
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
@@ -123,7 +132,24 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       this->fade(state, decays.whole());
     }
     this->template write<false>(state, write, chunk.key);
-    if constexpr (!kEnds) this->store_results(out, n, read, chunk.value);
+    relay.give(is_last, team, warp, state);
+    if constexpr (kEnds) {
+      if (is_last) this->store_ends(state, ends);
+    } else {
+      if (kFades && this->count(n) == kChunkTokens)
+        this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
+      if (n + 1 == this->chunks()) this->store(state, last, this->head());
+      if constexpr (!kFades) FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) read_scores(t, scores, write, read[t]);
+      this->store_results(out, n, read, chunk.value);
+    }
+  }
+
+  // read += what token block t reads of this chunk. The writes of a fading rule are read before they fade.
+  FWP_DEVICE static void read_scores(int t, const Scores& scores, const Factor (&write)[kChunkBlocks][kParts], Product& read) {
+    FWP_UNROLL for (int s = 0; s <= t && !kEnds; ++s)
+      multiply<kOfTokens>(read, greatest<kReadParts>(write[s]), [&](int m, Factor& right) {
+        scores.read[m].right_transposed(t * kBlock, s * kBlock, right);
+      });
   }
 
   // From the values in write[t] and the values in `found` that the keys of block t retrieve, compute the errors. They replace

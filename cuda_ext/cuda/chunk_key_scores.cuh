@@ -35,7 +35,7 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kRule, kIn> {
     FWP_BOTH Memory(Carver& carver, const ChunkKeyScores& pass)
         : starts(carver.take<const char*>(Pass::kOwnStarts + 1)), tokens(pass.take_tokens(carver)),
           scratch(carver.take<Scratch>(kWarps)), parts(carver.take<float>(kWarps * 3 * 8 * kWarp)),
-          erase(carver, 0, Pass::kSolves) {}
+          erase(carver, 0, Pass::kSolves ? kExact : 0) {}
   };
 
   FWP_DEVICE void run() const {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "chunk_key_scores.cuh"
+#include "relay.cuh"
 
 namespace fwp::cuda {
 
@@ -57,16 +58,15 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     }
   };
   // Scaled tokens in parts: c Q, w K, what erases (c K or c- y), and w x.
-  struct Memory {
-    const char** starts;
+  struct OfTeam {
     Grouped<Bfloat16> query[kExact], key[kExact], eraser[kExact], removal[kExact];
     float* whole;                   // f
     WarpScratch<kOfResults>* scratch;  // of each warp, to exchange numbers
     typename Pass::Tokens tokens;
     Stages<Stage, ChunkKeyStates> stages;
 
-    FWP_BOTH Memory(Carver& carver, const ChunkKeyStates& pass)
-        : starts(carver.take<const char*>(Pass::kOwnStarts + 3)), whole(carver.take<float>(kRows)),
+    FWP_BOTH OfTeam(Carver& carver, const ChunkKeyStates& pass)
+        : whole(carver.take<float>(kRows)),
           scratch(carver.take<WarpScratch<kOfResults>>(kFadesValues ? pass.warps : 0)), tokens(pass.take_tokens(carver)),
           stages(carver, pass) {
       FWP_UNROLL for (int m = 0; m < kExact; ++m) {
@@ -81,57 +81,66 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       }
     }
   };
+  struct Memory {
+    const char** starts;
+    Relay<kRows> relay;
+    Copies<OfTeam, ChunkKeyStates> of_teams;
+
+    FWP_BOTH Memory(Carver& carver, const ChunkKeyStates& pass)
+        : starts(carver.take<const char*>(Pass::kOwnStarts + 3)), relay(carver, pass.warps, pass.teams),
+          of_teams(carver, pass, pass.teams) {}
+  };
 
   FWP_DEVICE void run() const {
     Carver carver{shared_memory()};
     const Memory memory(carver, *this);
+    const Relay<kRows>& relay = memory.relay;
+    const int team = this->team();
+    const OfTeam own = memory.of_teams[team];
     State state;
     kEnds && !kReverse ? this->load_transition(state) : this->load(kEnds ? Matrices<const float>{} : initial, state);
+    if (kReverse && !kEnds && team == 0) this->store(state, kept, this->head() * this->chunks() + chunk_of(0));
     this->put_starts(memory.starts, value, value_decay);
-    const int64_t begin = this->begin(), end = this->end(), step = kReverse ? -1 : 1;
-    int64_t n = kReverse ? end - 1 : begin;
-    Scalars next = fill(memory, n);
-    for (int64_t left = end - begin; left > 0; --left, n += step) {
-      this->put_scalars(next, memory.tokens);
+    const int chunks = int(this->end() - this->begin());
+    Scalars next;
+    if (team < chunks) next = fill(memory.starts, own, 0, chunk_of(team));
+    for (int i = team, of_team = 0; i < chunks; i += this->teams, ++of_team) {
+      this->put_scalars(next, own.tokens);
       wait_copies<0>();
-      __syncthreads();
-      if (kReverse && !kEnds) this->store(state, kept, this->head() * this->chunks() + n);
-      scale<true, !kRemoves>(memory.tokens, memory);
-      __syncthreads();
+      relay.wait_for_team(team);
+      scale<true, !kRemoves>(own.tokens, own);
+      relay.wait_for_team(team);
       // From here on, the scaled tokens and this stage may be used, and the other stage may be filled; so may the tokens,
       // when all are scaled.
       const auto fill_next = [&] {
-        if (left > 1) next = fill(memory, n + step);
+        if (i + this->teams < chunks) next = fill(memory.starts, own, of_team + 1, chunk_of(i + this->teams));
       };
       if constexpr (!kRemoves) fill_next();
-      use(n, memory.stages[n], memory, state, [&] {
+      use(i, own.stages[of_team], own, relay, state, [&] {
         if constexpr (!kRemoves) return;
-        __syncthreads();
-        scale<false, true>(memory.tokens, memory);
-        __syncthreads();
+        relay.wait_for_team(team);
+        scale<false, true>(own.tokens, own);
+        relay.wait_for_team(team);
         fill_next();
       });
-      if (!kReverse && !kEnds && this->count(n) == kChunkTokens)
-        this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
     }
-    if constexpr (kEnds)
-      this->store_ends(state, ends);
-    else if (kReverse ? begin == 0 : end == this->chunks())
-      this->store(state, last, this->head());
   }
 
  private:
   static constexpr int kValueStart = Pass::kOwnStarts;
 
-  FWP_DEVICE Scalars fill(const Memory& memory, int64_t n) const {
-    const Stage to = memory.stages[n];
-    this->bring_tokens(memory.starts, n, memory.tokens);
-    to.value.typed([&](const auto& v) { this->bring_values(value, memory.starts[kValueStart], n, v); });
+  // Chunk i of the segment, in the order of the pass.
+  FWP_DEVICE int64_t chunk_of(int i) const { return kReverse ? this->end() - 1 - i : this->begin() + i; }
+
+  FWP_DEVICE Scalars fill(const char* const* starts, const OfTeam& own, int of_team, int64_t n) const {
+    const Stage to = own.stages[of_team];
+    this->bring_tokens(starts, n, own.tokens);
+    to.value.typed([&](const auto& v) { this->bring_values(value, starts[kValueStart], n, v); });
     if constexpr (kFadesValues)
-      to.value_decay.typed([&](const auto& z) { this->bring_values(value_decay, memory.starts[kValueStart + 1], n, z); });
+      to.value_decay.typed([&](const auto& z) { this->bring_values(value_decay, starts[kValueStart + 1], n, z); });
     bring_scores(n, to);
     commit_copies();
-    return this->ask(memory.starts, memory.starts[kValueStart + 2], n);
+    return this->ask(starts, starts[kValueStart + 2], n);
   }
   FWP_DEVICE void bring_scores(int64_t n, const Stage& to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
@@ -139,13 +148,13 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     const Bfloat16* const from = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
     FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices; ++m)
       if (wants(m))
-        FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix / per_piece; at += this->warps * kWarp)
+        FWP_UNROLL_BY(1) for (int at = this->thread(); at < kMatrix / per_piece; at += this->warps * kWarp)
           copy_later(to.scores[m].at(at / of_row, at % of_row * per_piece), from + m * kMatrix + at * per_piece, true);
   }
 
   // What reads the state, what writes to it, or both. The warps share the numbers of a key.
   template <bool kReaders, bool kWriters>
-  FWP_DEVICE void scale(const typename Pass::Tokens& tokens, const Memory& memory) const {
+  FWP_DEVICE void scale(const typename Pass::Tokens& tokens, const OfTeam& memory) const {
     FWP_UNROLL_BY(1) for (int first = this->own_column(); first < kRows; first += this->block_columns()) {
       KeySlice keys;
       tokens.load_decays(first, keys);
@@ -208,10 +217,13 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     }
   }
 
-  // The steps of a chunk. All products are transposed: a warp has its columns in rows. before_writes() is called when the state
+  // The steps of chunk i. All products are transposed: a warp has its columns in rows. before_writes() is called when the state
   // has been read.
   template <typename F>
-  FWP_DEVICE void use(int64_t n, const Stage& chunk, const Memory& memory, State& state, F before_writes) const {
+  FWP_DEVICE void use(int i, const Stage& chunk, const OfTeam& memory, const Relay<kRows>& relay, State& state,
+                      F before_writes) const {
+    const int64_t n = chunk_of(i);
+    relay.take(i, this->team(), this->warp(), state);
     Product read[kChunkBlocks], found[kChunkBlocks], given[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]), clear(given[t]);
     read_state(memory, state, read, found, given);
@@ -222,6 +234,13 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     if constexpr (kSolves) {
       if constexpr (!kReverse) take_away(value, chunk, this->own_column(), found);
       solve(chunk, found, write);
+    }
+    before_writes();
+    if constexpr (kFadesValues) {
+      fade_values(n, chunk, memory, read, state, [&] { give(i, relay, state); });
+    } else {
+      change(memory, value, write, state);
+      give(i, relay, state);
     }
     if constexpr (kReads && !kFadesValues) {
       if constexpr (!kErases) read_earlier<kIn>(value, chunk.scores, read);
@@ -236,16 +255,27 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
         if constexpr (kRemoves) for_elements(found[t], [](int, int, float& x) { x = -x; });
         this->store_errors(error, n, t, found[t]);
       }
-    before_writes();
-    if constexpr (kFadesValues)
-      fade_values(n, chunk, memory, read, state);
-    else
-      change(memory, value, write, state);
     chunk.value.typed([&](const auto& through) {
       if constexpr (kReverse && !kEnds && kRemoves) this->store_results(d_removed, n, found, through);
       if constexpr (!kEnds && !(kReverse && kFadesValues))
         this->store_results(out, n, kGives ? given : kReverse ? found : read, through);
     });
+  }
+
+  // The state after chunk i, to where it is needed.
+  FWP_DEVICE void give(int i, const Relay<kRows>& relay, State& state) const {
+    const int64_t n = chunk_of(i);
+    const bool is_last = kReverse ? n == this->begin() : n + 1 == this->end();
+    relay.give(is_last, this->team(), this->warp(), state);
+    if constexpr (kEnds) {
+      if (is_last) this->store_ends(state, ends);
+    } else if constexpr (kReverse) {
+      if (!is_last) this->store(state, kept, this->head() * this->chunks() + n - 1);
+      if (n == 0) this->store(state, last, this->head());
+    } else {
+      if (this->count(n) == kChunkTokens) this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
+      if (n + 1 == this->chunks()) this->store(state, last, this->head());
+    }
   }
 
   // x += what tokens read of `columns` in this chunk: of earlier ones and their own, or of later ones and their own.
@@ -286,7 +316,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   }
 
   // The state after the chunk.
-  FWP_DEVICE static void change(const Memory& memory, const Factor (&value)[kChunkBlocks][kIn],
+  FWP_DEVICE static void change(const OfTeam& memory, const Factor (&value)[kChunkBlocks][kIn],
                                 const Factor (&write)[kChunkBlocks][kParts], State& state) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       for_elements(state[i], [&](int, int r, float& x) { x *= memory.whole[i * kBlock + r]; });
@@ -302,9 +332,10 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     }
   }
 
-  // What is read and the state after the chunk, where values fade.
-  FWP_DEVICE void fade_values(int64_t n, const Stage& chunk, const Memory& memory, Product (&read)[kChunkBlocks],
-                              State& state) const {
+  // The state after the chunk, for give(), and what is read, where values fade.
+  template <typename F>
+  FWP_DEVICE void fade_values(int64_t n, const Stage& chunk, const OfTeam& memory, Product (&read)[kChunkBlocks],
+                              State& state, F give) const {
     WarpScratch<kOfResults>& scratch = memory.scratch[this->warp()];
     KeySlice values;
     chunk.value.typed([&](const auto& v) {
@@ -318,15 +349,6 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     for_numbers([&](int t, int e) { values.decay[t][e] = own_token(t) < tokens ? values.decay[t][e] : 1; });
     values.find_whole();
     const DecayProducts<kChunkTokens / kSpan> products(values);
-    if constexpr (kReads) {
-      KeyNumbers x;
-      scratch.template exchange<false>(read, x);
-      for_numbers([&](int t, int e) { x[t][e] *= products.from_start[t][e]; });
-      read_blocks<2>(values, chunk.scores, scratch, x);
-      read_blocks<1>(values, chunk.scores, scratch, x);
-      read_in_groups(values, chunk.scores, x);
-      scratch.exchange(x, read);
-    }
     KeyNumbers scaled;
     for_numbers([&](int t, int e) {
       scaled[t][e] = kReverse ? products.from_start[t][e] * values.reader[t][e] : products.to_end[t][e] * values.writer[t][e];
@@ -348,6 +370,16 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
         FWP_UNROLL for (int e = 0; e < 4; ++e)
           state[i][h][e] *= memory.whole[i * kBlock + 8 * h + pair() + e % 2] * whole[e / 2];
       add_write<kExact, true, false>(write, kReverse ? memory.query : memory.key, i, state[i]);
+    }
+    give();
+    if constexpr (kReads) {
+      KeyNumbers x;
+      scratch.template exchange<false>(read, x);
+      for_numbers([&](int t, int e) { x[t][e] *= products.from_start[t][e]; });
+      read_blocks<2>(values, chunk.scores, scratch, x);
+      read_blocks<1>(values, chunk.scores, scratch, x);
+      read_in_groups(values, chunk.scores, x);
+      scratch.exchange(x, read);
     }
   }
 
@@ -398,7 +430,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
 
   // read += (c Q S)^T; found += what erases, times S; or in reverse found += (w K G)^T, or of a removal found += (w x G)^T and
   // given += (w K G)^T.
-  FWP_DEVICE static void read_state(const Memory& memory, const State& state, Product (&read)[kChunkBlocks],
+  FWP_DEVICE static void read_state(const OfTeam& memory, const State& state, Product (&read)[kChunkBlocks],
                                     Product (&found)[kChunkBlocks], Product (&given)[kChunkBlocks]) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       Factor of_state[kParts];

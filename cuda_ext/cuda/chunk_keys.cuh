@@ -359,9 +359,6 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
       add_product<of_b>(c, a, load);
   }
 
-  // The chunk of a block that has only one: then the slabs are chunks.
-  FWP_DEVICE int64_t chunk() const { return this->slab(); }
-
   // Without solving, an additional column, which begins with ones and where nothing is written, has the product of all decays.
   FWP_BOTH int ends_columns() const { return this->value_columns() + (kSolves ? kRows : kBlock); }
   FWP_DEVICE void load_transition(typename Base::State& state) const {

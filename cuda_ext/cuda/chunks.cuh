@@ -19,7 +19,10 @@ namespace fwp::cuda {
 
 constexpr int kChunkTokens = 32;
 constexpr int kChunkBlocks = kChunkTokens / kBlock;
-constexpr int kChunkWarps = 8;  // in a block, at most
+constexpr int kChunkWarps = 8;  // of columns in a block, at most
+constexpr int kLogMostThreads = 10;
+template <int kRows>
+constexpr int kMostTeams = kRows <= 64 ? 4 : 1;  // more rows fill the registers, and a state the shared memory
 constexpr int kExact = 3;       // parts that hold all digits of float32
 constexpr int kOfTokens = 2;    // parts of products of two tokens that do not affect a state
 
@@ -70,22 +73,27 @@ struct Carver {
   }
 };
 
-// Two buffers for the matrices of a chunk: one is filled while the other is used.
-template <typename Stage, typename Pass>
-struct Stages {
+// Shared memory with a part for each of `count`: the teams of a relay, or chunks, of which one is filled while another is used.
+template <typename Part, typename Pass>
+struct Copies {
   unsigned char* first;
   int bytes;
   const Pass& pass;
 
-  FWP_BOTH Stages(Carver& carver, const Pass& pass_) : first(carver.next), pass(pass_) {
-    Stage(carver, pass);
+  FWP_BOTH Copies(Carver& carver, const Pass& pass_, int count) : first(carver.next), pass(pass_) {
+    Part(carver, pass);
     bytes = int(carver.next - first);
-    carver.next += (kBuffers - 1) * bytes;
+    carver.next += (count - 1) * bytes;
   }
-  FWP_DEVICE Stage operator[](int64_t n) const {
-    Carver carver{first + n % kBuffers * bytes};
-    return Stage(carver, pass);
+  FWP_DEVICE Part operator[](int n) const {
+    Carver carver{first + n * bytes};
+    return Part(carver, pass);
   }
+};
+template <typename Stage, typename Pass>
+struct Stages : Copies<Stage, Pass> {
+  FWP_BOTH Stages(Carver& carver, const Pass& pass) : Copies<Stage, Pass>(carver, pass, kBuffers) {}
+  FWP_DEVICE Stage operator[](int64_t n) const { return Copies<Stage, Pass>::operator[](int(n % kBuffers)); }
 };
 
 // The products of a chunk's tokens with each other. Only blocks on and below the diagonal exist: two on it, then the one below.
@@ -98,10 +106,11 @@ struct Scores {
   Shared read[kExact], erase[kExact];                        // P; -A, with the result of invert() on the diagonal
   float* diagonal;
 
-  FWP_BOTH Scores(Carver& carver, int of_read, bool erases) {
+  // The parts of each. All parts of -A are also those of an inverse.
+  FWP_BOTH Scores(Carver& carver, int of_read, int of_erase) {
     for (int n = 0; n < of_read; ++n) read[n] = carver.matrix(kChunkTokens, kChunkTokens);
-    for (int n = 0; n < kExact && erases; ++n) erase[n] = carver.matrix(kChunkTokens, kChunkTokens);
-    diagonal = carver.take<float>(erases ? kChunkBlocks * kDiagonal : 0);
+    for (int n = 0; n < of_erase; ++n) erase[n] = carver.matrix(kChunkTokens, kChunkTokens);
+    diagonal = carver.take<float>(of_erase == kExact ? kChunkBlocks * kDiagonal : 0);
   }
 
   template <int parts>
@@ -161,18 +170,22 @@ struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
   static constexpr bool kRates = kErases || kFades;
   static constexpr int kMostWarps = kChunkWarps;
+  static constexpr int kMostTeams = cuda::kMostTeams<kRows>, kMostThreads = kChunkWarps * kWarp;  // of a block
   static constexpr bool kAligned = kFades && !kErases;  // writes are split by split_rows: nothing corrects their errors
   static constexpr bool kHasSegments = true;
   static constexpr int kParts = kRates ? kExact : 1;  // of a write: values of the sum rule are exact in one
 
   ScanSize size;
   int warps;         // of columns: a power of two
+  int teams = 1, log_team = kLogMostThreads;  // of so many warps, see Relay; the logarithm, base 2, of a team's threads
   Divisor slabs;     // of columns
   int log_segments;  // of tokens: segments of one head run in parallel
   Brought query, key, rate, decay;
 
   FWP_BOTH int block_columns() const { return warps * kBlock; }
-  FWP_DEVICE int warp() const { return int(threadIdx.x) / kWarp; }
+  FWP_DEVICE int team() const { return int(threadIdx.x) >> log_team; }
+  FWP_DEVICE int thread() const { return int(threadIdx.x) & ((1 << log_team) - 1); }  // in its team, as is the warp
+  FWP_DEVICE int warp() const { return thread() / kWarp; }
   FWP_DEVICE unsigned sequence() const { return blockIdx.x / slabs; }  // a segment of a head
   FWP_DEVICE int64_t head() const { return sequence() >> log_segments; }
   FWP_DEVICE unsigned slab() const { return blockIdx.x - sequence() * unsigned(slabs.number); }
@@ -185,6 +198,8 @@ struct ChunkPass {
   FWP_DEVICE int64_t begin() const { return start_of(segment()); }
   FWP_DEVICE int64_t end() const { return start_of(segment() + 1); }
   FWP_DEVICE unsigned segment() const { return sequence() & (segments() - 1); }
+  // The chunk of a block that has only one: then the slabs are chunks.
+  FWP_DEVICE int64_t chunk() const { return slab(); }
   FWP_DEVICE int64_t start_of(unsigned segment) const { return segment * chunks() >> log_segments; }
 
   // The ends of a segment are its final state from an empty start state, and its transition. The transition is what the segment
@@ -236,7 +251,7 @@ struct ChunkPass {
   }
   template <typename To>
   FWP_DEVICE void bring_keys(const Brought& from, const char* start, int64_t n, const To& to) const {
-    bring(from, start, n, 0, size.rows, kRows, to, 0, int(threadIdx.x), warps * kWarp);
+    bring(from, start, n, 0, size.rows, kRows, to, 0, thread(), warps * kWarp);
   }
   // Each warp copies its own columns.
   template <typename To>
@@ -247,9 +262,9 @@ struct ChunkPass {
   // Loads the scalars of chunk n, one token per lane of the first warp. `decays` may be null.
   FWP_DEVICE Scalars ask(const char* rates, const char* decays, const char* documents, int64_t n) const {
     Scalars asked;
-    asked.there = int(threadIdx.x) < count(n);
+    asked.there = thread() < count(n);
     if (!asked.there) return asked;
-    const int64_t token = n * kChunkTokens + int(threadIdx.x);
+    const int64_t token = n * kChunkTokens + thread();
     if constexpr (kRates) asked.rate = raw(rate, rates, token);
     if (kFades && decays) asked.decay = raw(decay, decays, token);
     if (kFades && documents) asked.begins = in_global_memory(documents)[token];
@@ -262,7 +277,7 @@ struct ChunkPass {
   }
   // Whether a document begins at this thread's token of chunk n.
   FWP_DEVICE bool begins(const char* documents, int64_t n) const {
-    return documents && int(threadIdx.x) < count(n) && in_global_memory(documents)[n * kChunkTokens + int(threadIdx.x)];
+    return documents && thread() < count(n) && in_global_memory(documents)[n * kChunkTokens + thread()];
   }
   // This lane's part of the transposed errors of block t, directly from global memory: no other lane needs it.
   FWP_DEVICE void load_errors(const char* start, int64_t n, int t, Product& to) const {
@@ -490,12 +505,12 @@ struct ChunkPass {
   }
   template <typename From>
   FWP_DEVICE void store_keys(const Output& to, int64_t n, const From& from) const {
-    store_tokens(to, n, from, 0, kRows, 0, size.rows, int(threadIdx.x), warps * kWarp);
+    store_tokens(to, n, from, 0, kRows, 0, size.rows, thread(), warps * kWarp);
   }
 
   // Stores one number per token, held by lane t of the first warp.
   FWP_DEVICE void store_scalar(const Output& to, int64_t n, float x) const {
-    const int t = int(threadIdx.x);
+    const int t = thread();
     if (!to.data || t >= count(n)) return;
     with_element<float>(to.type, [&](auto* number) {
       round_to(x, static_cast<decltype(number)>(to.data)[first_token(n) + t]);

@@ -70,7 +70,7 @@ FWP_DEVICE void load_matrices_transposed(const void* row, uint32_t (&x)[4]) {
 
 // x, a pointer into global memory. The compiler does not know that of a pointer that was kept in shared memory.
 template <typename T>
-FWP_DEVICE const T* in_global_memory(const T* x) {
+FWP_DEVICE T* in_global_memory(T* x) {
   __builtin_assume(__isGlobal(x));
   return x;
 }
@@ -83,6 +83,11 @@ FWP_DEVICE void copy_later(void* to, const void* from, bool wanted) {
                :
                : "r"(shared_address(to)), "l"(from), "r"(wanted ? 16 : 0)
                : "memory");
+}
+// Barriers with a number from 1 to 15, for so many threads of a block, whole warps: some wait, others only arrive.
+FWP_DEVICE void wait_at_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory"); }
+FWP_DEVICE void arrive_at_barrier(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 FWP_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 template <int newest>

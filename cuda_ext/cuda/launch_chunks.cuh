@@ -3,8 +3,8 @@
 
 #include <utility>
 
-#include "chunk_backward.cuh"
 #include "chunk_forward.cuh"
+#include "chunk_gradients.cuh"
 #include "chunk_key_gradients.cuh"
 #include "chunk_key_states.cuh"
 #include "chunk_segments.cuh"
@@ -13,7 +13,7 @@
 namespace fwp::cuda {
 
 template <typename Pass>
-__global__ void __launch_bounds__(kChunkWarps* kWarp, 1) chunk_kernel(const Pass pass) {
+__global__ void __launch_bounds__(Pass::kMostThreads, 1) chunk_kernel(const Pass pass) {
   pass.run();
 }
 
@@ -54,18 +54,47 @@ void set_columns(Pass& pass, int columns, const Gpu& gpu) {
   pass.warps = plan.warps, pass.slabs = plan.slabs;
 }
 
+// Set as many teams as fit while all blocks run at once.
+template <typename Pass>
+void set_teams(Pass& pass, const Gpu& gpu) {
+  const int64_t blocks = pass.size.heads * pass.segments() * pass.slabs.number;
+  const int64_t at_once = (blocks + gpu.multiprocessors - 1) / gpu.multiprocessors;
+  pass.log_team = log2_of(pass.warps * kWarp);
+  const auto fits = [&](int teams) {
+    pass.teams = teams;
+    return teams * pass.warps * kWarp * at_once <= Pass::kMostThreads && chunk_bytes(pass) * at_once <= gpu.shared_bytes;
+  };
+  int teams = Pass::kMostTeams;
+  while (teams > 1 && !fits(teams)) --teams;
+  pass.teams = teams;
+}
+
 template <typename Pass>
 const char* launch_chunks(const Pass& pass, const Gpu& gpu, void* stream) {
   const int64_t blocks = pass.size.heads * pass.segments() * pass.slabs.number;
-  return launch_blocks(chunk_kernel<Pass>, gpu, blocks, pass.warps * kWarp, chunk_bytes(pass), stream, pass);
+  return launch_blocks(chunk_kernel<Pass>, gpu, blocks, pass.teams * pass.warps * kWarp, chunk_bytes(pass), stream, pass);
 }
 
+// Set all columns in one block.
+template <typename Pass>
+void set_all_columns(Pass& pass) {
+  pass.slabs = 1;
+  pass.warps = at_least_power_of_two((int64_t(pass.size.columns) + kBlock - 1) / kBlock, kChunkWarps);
+}
 template <int kRows, bool kErases, bool kFades>
 ChunkBackward<kRows, kErases, kFades> sized_backward(const ScanSize& size) {
   ChunkBackward<kRows, kErases, kFades> pass{};
   set_size(pass, size);
-  pass.slabs = 1;
-  pass.warps = at_least_power_of_two((int64_t(size.columns) + kBlock - 1) / kBlock, kChunkWarps);
+  set_all_columns(pass);
+  return pass;
+}
+template <int kRows, bool kErases, bool kFades>
+ChunkGradients<kRows, kErases, kFades> sized_gradients(const ScanSize& size) {
+  ChunkGradients<kRows, kErases, kFades> pass{};
+  pass.size = size;
+  set_all_columns(pass);
+  pass.slabs = int(pass.chunks());  // a block for each chunk
+  pass.gradients.columns = pass.states.columns = pass.block_columns();
   return pass;
 }
 
@@ -77,7 +106,9 @@ inline bool choose_chunks_backward(const ScanSize& size) {
 template <bool kErases, bool kFades>
 bool choose_chunks_backward(const ScanSize& size, const Gpu& gpu) {
   return choose_chunks_backward(size) && with_rows(size.rows, [&](auto rows) {
-           return chunk_bytes(sized_backward<decltype(rows)::value, kErases, kFades>(size)) <= gpu.shared_bytes;
+           constexpr int kRows = decltype(rows)::value;
+           const size_t bytes = chunk_bytes(sized_backward<kRows, kErases, kFades>(size));
+           return std::max(bytes, chunk_bytes(sized_gradients<kRows, kErases, kFades>(size))) <= gpu.shared_bytes;
          });
 }
 
@@ -92,17 +123,30 @@ float* take_segments(const Pass& pass, DeviceMemory& memory) {
   return memory.take<float>(pass.log_segments > 0 ? pass.size.heads * pass.segments() * of_segment(pass.size) : 0);
 }
 
-// Device memory of the backward pass in bytes: for segments, and for the states before each chunk.
+// Device memory of the backward pass.
+template <int kRows, bool kErases, bool kFades>
+struct BackwardMemory {
+  using Gradients = StateGradients<kRows, kFades>;
+  float* segments;
+  Bfloat16* states;  // before each chunk, of a rule without decays
+  decltype(Gradients::data) gradients;
+  size_t bytes;
+
+  BackwardMemory(const ScanSize& size, void* workspace) {
+    const auto pass = sized_backward<kRows, kErases, kFades>(size);
+    const int64_t numbers = size.heads * pass.chunks() * pass.block_columns() * kRows;
+    DeviceMemory memory{static_cast<char*>(workspace)};
+    segments = take_segments(pass, memory);
+    states = memory.take<Bfloat16>(kFades ? 0 : numbers);
+    gradients = memory.take<std::remove_pointer_t<decltype(gradients)>>(numbers);
+    bytes = size_t(memory.next) - size_t(workspace);
+  }
+};
 template <bool kErases, bool kFades>
 size_t chunk_workspace(const Call& call) {
   const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) {
-    constexpr int kRows = decltype(rows)::value;
-    const auto pass = sized_backward<kRows, kErases, kFades>(size);
-    DeviceMemory memory{nullptr};
-    take_segments(pass, memory);
-    if (!kFades) memory.take<Bfloat16>(size.heads * pass.chunks() * pass.block_columns() * kRows);
-    return size_t(memory.next);
+    return BackwardMemory<decltype(rows)::value, kErases, kFades>(size, nullptr).bytes;
   });
 }
 
@@ -144,6 +188,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to,
     ChunkForward<kRows, kErases, kFades> pass{};
     fill(pass);
     set_columns(pass, size.columns, gpu);
+    set_teams(pass, gpu);
     pass.initial = matrices<float>(in.state, call.size);
     pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
@@ -154,6 +199,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to,
         ChunkForward<kRows, kErases, kFades, true> ends{};
         fill(ends);
         set_columns(ends, ends.ends_columns(), gpu);
+        set_teams(ends, gpu);
         error = find_initial<kRows>(ends, {Transition::matrix, false, segments, segments}, pass.initial, gpu, call.stream);
       } else {
         const auto ends = make_states<kRows, kErases>(size, in.k, in.v, in, gpu);
@@ -165,6 +211,11 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to,
   });
 }
 
+// A result with one vector of Dv per token, as an input.
+inline Tokens contiguous_tokens(const Target& x, const Sizes& size) {
+  return {x.data, size.H * size.L * size.Dv, size.L * size.Dv, size.Dv, x.type};
+}
+
 template <bool kErases, bool kFades>
 const char* chunk_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
                            const Gpu& gpu) {
@@ -173,25 +224,29 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     constexpr int kRows = decltype(rows)::value;
     const Tokens& value = kErases ? more.retrieved : in.v;
     const auto fill = [&](auto& pass) {
-      set_size(pass, size);
       pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {value, size.columns};
       pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1}, pass.d_out = {more.d_out, size.columns};
     };
     auto pass = sized_backward<kRows, kErases, kFades>(size);
     fill(pass);
-    DeviceMemory memory{static_cast<char*>(call.workspace)};
-    float* const segments = take_segments(pass, memory);
+    set_teams(pass, gpu);
+    const BackwardMemory<kRows, kErases, kFades> memory(size, call.workspace);
+    float* const segments = memory.segments;
     pass.d_last = matrices<float>(more.d_state, call.size), pass.d_initial = static_cast<float*>(to.state);
-    pass.d_q = to.q, pass.d_k = to.k, pass.d_v = to.v, pass.d_rate = to.rate, pass.d_decay = to.head_decay;
+    pass.d_v = to.v, pass.d_rate = to.rate;
+    pass.gradients = {memory.gradients, pass.block_columns()};
     const bool in_segments = pass.log_segments > 0;
+    auto of_keys = sized_gradients<kRows, kErases, kFades>(size);
+    fill(of_keys);
+    of_keys.d = {contiguous_tokens(to.v, call.size), size.columns}, of_keys.gradients = pass.gradients;
+    of_keys.d_q = to.q, of_keys.d_k = to.k, of_keys.d_decay = to.head_decay;
     if constexpr (kFades) {
-      pass.initial = static_cast<const float*>(in.state), pass.kept = static_cast<const float*>(more.kept);
+      of_keys.initial = static_cast<const float*>(in.state), of_keys.kept = static_cast<const float*>(more.kept);
     } else {
       auto before = make_states<kRows, kErases>(size, in.k, value, in, gpu);
-      before.columns = pass.block_columns();  // it writes the states as `pass` reads them
-      set_columns(before, before.columns, gpu);
+      set_columns(before, pass.block_columns(), gpu);
       before.initial = in_segments ? initial_of(size, more.segments) : matrices<float>(in.state, call.size);
-      pass.states = before.states = reinterpret_cast<Bfloat16*>(memory.next);
+      of_keys.states = before.states = {memory.states, pass.block_columns()};
       if (const char* error = launch_chunks(before, gpu, call.stream)) return error;
     }
     if (in_segments) {
@@ -199,8 +254,10 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
       const char* error;
       if constexpr (pass.kRates) {
         ChunkBackward<kRows, kErases, kFades, true> ends{};
+        set_size(ends, size);
         fill(ends);
         set_columns(ends, size.columns, gpu);
+        set_teams(ends, gpu);
         error = find_initial<kRows>(ends, {Transition::matrix, true, segments, of_forward}, pass.d_last, gpu, call.stream);
       } else {  // G = G + Q^T d_out is a state, too
         const auto ends = make_states<kRows, kErases>(size, in.q, more.d_out, in, gpu);
@@ -208,7 +265,8 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
       }
       if (error) return error;
     }
-    return launch_chunks(pass, gpu, call.stream);
+    const char* const error = launch_chunks(pass, gpu, call.stream);
+    return error ? error : launch_chunks(of_keys, gpu, call.stream);
   });
 }
 
@@ -248,11 +306,6 @@ Pass make_of_chunks(const ScanSize& size, const Inputs& in) {
   return pass;
 }
 
-// A result with one vector of Dv per token, as an input.
-inline Tokens contiguous_tokens(const Target& x, const Sizes& size) {
-  return {x.data, size.H * size.L * size.Dv, size.L * size.Dv, size.Dv, x.type};
-}
-
 // A pass from chunk to chunk, with its scores.
 template <typename Pass>
 Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value, const Bfloat16* scores, int columns,
@@ -260,6 +313,7 @@ Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value
   Pass pass{};
   set_keys(pass, size, in);
   set_columns(pass, columns, gpu);
+  set_teams(pass, gpu);
   pass.value = {value, size.columns}, pass.value_decay = {in.value_decay, size.columns}, pass.scores = scores;
   return pass;
 }

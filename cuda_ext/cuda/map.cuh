@@ -289,7 +289,7 @@ struct MapPass {
       } else if (part.activation == Activation::none) {
         const T* const d = static_cast<const T*>(of.data) + at;
         if (piece == kPiece)
-          *reinterpret_cast<Numbers<T, kPiece>*>(d_from + i) = *reinterpret_cast<const Numbers<T, kPiece>*>(d);
+          *in_global_memory(reinterpret_cast<Numbers<T, kPiece>*>(d_from + i)) = *reinterpret_cast<const Numbers<T, kPiece>*>(d);
         else
           d_from[i] = *d;
       } else if (part.activation == Activation::silu) {

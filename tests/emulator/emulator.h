@@ -11,6 +11,7 @@
 #include <math.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -85,7 +86,7 @@ inline void prepare(Context* context, char* stack, size_t bytes, void (*start)()
 }
 #endif
 
-constexpr int kWarp = 32;
+constexpr int kWarp = 32, kBarriers = 16;
 constexpr size_t kStackBytes = 1 << 17, kFenceBytes = 1 << 14;
 // All bits set is NaN in every type of float: what reads unwritten memory, or a fence, makes NaN.
 constexpr unsigned char kPoison = 0xff, kFence = 0xff;
@@ -115,6 +116,7 @@ struct Fiber {
   Context context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state;
+  int barrier;  // that it waits at
   // Of the primitive that it waits for: the lanes that take part, whom it reads from, what it gives, what it gets.
   Primitive primitive;
   unsigned mask;
@@ -140,6 +142,7 @@ struct Machine {
   Launcher launcher = nullptr;      // executes kernels instead of the fibers
   int64_t launches = 0;             // so far
   std::vector<Fiber> fibers;
+  int arrived[kBarriers] = {};  // threads, at each barrier
   int threads = 0, running = 0;
   unsigned block = 0;
   unsigned char* shared = nullptr;
@@ -364,6 +367,25 @@ inline bool run_warp(int first, int count) {
   return ran;
 }
 
+// The running thread is at a barrier. The last one opens it.
+inline void arrive(int id, int threads) {
+  Machine& m = machine();
+  if (id < 0 || id >= kBarriers || (id > 0 && threads % kWarp) || threads > m.threads)
+    return fail("barrier %d for %d threads", id, threads);
+  if (++m.arrived[id] < threads) return;
+  m.arrived[id] = 0;
+  for (int t = 0; t < m.threads; ++t) {
+    Fiber& fiber = m.fibers[size_t(t)];
+    if (fiber.state == State::at_barrier && fiber.barrier == id) fiber.state = State::ready;
+  }
+}
+inline void wait_at(int id, int threads) {
+  Fiber& fiber = running_fiber();
+  fiber.state = State::at_barrier, fiber.barrier = id;
+  arrive(id, threads);
+  wait(fiber.state);
+}
+
 // Each warp goes as far as it can before the next one moves: as far apart as barriers allow.
 inline void run_block() {
   Machine& m = machine();
@@ -373,6 +395,7 @@ inline void run_block() {
     fiber.state = State::ready;
     fiber.copies.clear(), fiber.groups.clear();
   }
+  std::fill(std::begin(m.arrived), std::end(m.arrived), 0);
   const int warps = (m.threads + kWarp - 1) / kWarp;
   while (true) {
     for (int w = 0; w < warps; ++w) {
@@ -382,12 +405,17 @@ inline void run_block() {
       }
       if (m.error[0]) return;
     }
-    int done = 0;
-    for (int t = 0; t < m.threads; ++t) done += m.fibers[size_t(t)].state == State::done;
-    if (done == m.threads) return;
-    if (done > 0) return fail("%d of %d threads have ended before a barrier that the others wait at", done, m.threads);
-    for (int t = 0; t < m.threads; ++t) m.fibers[size_t(t)].state = State::ready;
+    int done = 0, ready = 0, barrier = 0;
+    for (int t = 0; t < m.threads; ++t) {
+      const Fiber& fiber = m.fibers[size_t(t)];
+      done += fiber.state == State::done, ready += fiber.state == State::ready;
+      if (fiber.state == State::at_barrier) barrier = fiber.barrier;
+    }
+    if (done == m.threads) break;
+    if (!ready) return fail("threads wait for ever at barrier %d; %d of %d have ended", barrier, done, m.threads);
   }
+  for (int id = 0; id < kBarriers; ++id)
+    if (m.arrived[id] > 0) fail("%d threads have arrived at barrier %d, where nobody waits", m.arrived[id], id);
 }
 
 inline bool is_fence(const unsigned char* bytes) {
@@ -424,7 +452,7 @@ inline void launch(int64_t blocks, int threads, size_t shared_bytes, std::functi
 
 }  // namespace emulator
 
-inline void __syncthreads() { emulator::wait(emulator::State::at_barrier); }
+inline void __syncthreads() { emulator::wait_at(0, emulator::machine().threads); }
 
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T x, int distance) {
@@ -446,7 +474,7 @@ namespace fwp::cuda {
 inline unsigned char* shared_memory() { return emulator::machine().shared; }
 inline int unknown_zero() { return 0; }
 template <typename T>
-const T* in_global_memory(const T* x) {
+T* in_global_memory(T* x) {
   return x;
 }
 
@@ -510,6 +538,8 @@ inline void copy_later(void* to, const void* from, bool wanted) {
   emulator::running_fiber().copies.push_back({to, wanted ? from : nullptr});
   emulator::begin(emulator::running_fiber().copies.back());
 }
+inline void wait_at_barrier(int id, int threads) { emulator::wait_at(id, threads); }
+inline void arrive_at_barrier(int id, int threads) { emulator::arrive(id, threads); }
 inline void commit_copies() {
   emulator::Fiber& fiber = emulator::running_fiber();
   fiber.groups.push_back(fiber.copies.size());

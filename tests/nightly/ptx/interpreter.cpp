@@ -1,8 +1,8 @@
 // Executes kernels in nvcc's PTX on the CPU and finds races: an emulator whose fibers interpret the text of interpreter.py.
 //
-// Only a barrier of the block (bar.sync) or of the warp (bar.warp.sync) orders accesses of two threads, and
-// cp.async.wait_group those of a copy. Shuffles and matrix products order nothing. Barriers have whole blocks or warps, so
-// a vector clock is two numbers: how many of each kind a thread has passed.
+// Only barriers (bar.sync, bar.arrive) and those of a warp (bar.warp.sync) order accesses of two threads, and
+// cp.async.wait_group those of a copy. Shuffles and matrix products order nothing. Whole warps take part in a barrier, so a
+// thread has a vector clock of warps: how many barriers of each one lie before what it does.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -35,13 +35,23 @@ struct Kernel {
   std::vector<uint64_t> registers;  // at the start
   std::vector<Instruction> code;
 };
-// Who executes what, and when. A thread of -1 stands for several of a warp.
+using Clock = std::array<int, 32>;  // of warps
+// Who executes what, and when: after so many barriers of each kind. A thread of -1 stands for several of a warp.
 struct Point {
   int block = -1, warp = -1, thread = -1, barriers = 0, syncs = 0;
   size_t at = 0;
 };
 struct Thread : Point {
   std::vector<uint64_t> registers;
+  Clock before = {};  // it: barriers of each warp
+
+  bool is_after(const Point& p) const { return p.barriers < before[size_t(p.warp)]; }
+};
+// What the threads at a barrier know, and what those know that it has opened for, each time.
+struct Barrier {
+  int arrived = 0;
+  Clock gathered = {};
+  std::vector<Clock> opened;
 };
 // The last write of kCell bytes, and the last reads of each warp since then.
 struct Cell {
@@ -51,14 +61,16 @@ struct Cell {
 };
 
 std::map<std::string, Kernel> kernels;
-std::string launched;  // names, each with a space after it
+std::map<std::string, int64_t> launched;  // instructions of all threads, by name
 bool executes = true;
 // Of the launch and the block that run.
 const Kernel* kernel;
+int64_t* executed;  // its instructions
 const char* argument;
 size_t shared_bytes;
 int block;
 std::vector<Thread> threads;
+std::array<Barrier, emulator::kBarriers> barriers;
 std::vector<Cell> shared_cells;
 std::unordered_map<Address, Cell> global_cells;
 
@@ -83,7 +95,7 @@ void put(Thread& t, int number, T x) {
 void record(Cell& cell, const Thread& t, Use use) {
   const auto check = [&](const Point& p) {
     const bool in_warp = p.warp == t.warp && (p.syncs < t.syncs || p.thread == t.thread);
-    if (p.block < 0 || (p.block == t.block && (p.barriers < t.barriers || in_warp))) return;
+    if (p.block < 0 || (p.block == t.block && (t.is_after(p) || in_warp))) return;
     const std::string who = std::to_string(p.warp) + " of block " + std::to_string(p.block);
     fail(t, "races with warp " + who + " at " + kernel->code[p.at].place);
   };
@@ -96,7 +108,7 @@ void record(Cell& cell, const Thread& t, Use use) {
   }
   for (Point& read : cell.reads)
     if (read.block == t.block && read.warp == t.warp) {
-      const bool same = read.thread == t.thread || read.barriers < t.barriers || read.syncs < t.syncs;
+      const bool same = read.thread == t.thread || t.is_after(read) || read.syncs < t.syncs;
       read = t;
       if (!same) read.thread = -1;
       return;
@@ -139,6 +151,23 @@ void wait_copies(Thread& t, const Instruction& i) {
     reach(t, 2 * kRegion + (static_cast<unsigned char*>(before[n].to) - fwp::cuda::shared_memory()), 16, Use::end_copy);
 }
 
+void join(Clock& to, const Clock& from) {
+  for (size_t warp = 0; warp < to.size(); ++warp) to[warp] = std::max(to[warp], from[warp]);
+}
+template <bool waits>
+void use_barrier(Thread& t, const Instruction& i) {
+  const size_t id = get<uint32_t>(t, i.operands[0]);
+  const int count = i.count > 1 ? get<int>(t, i.operands[1]) : emulator::machine().threads;
+  if (id >= barriers.size()) fail(t, "is at a barrier that does not exist");
+  Barrier& barrier = barriers[id];
+  const size_t time = barrier.opened.size();
+  Clock known = t.before;
+  known[size_t(t.warp)] = ++t.barriers;
+  join(barrier.gathered, known);
+  if (++barrier.arrived == count) barrier.opened.push_back(barrier.gathered), barrier.arrived = 0, barrier.gathered = {};
+  waits ? emulator::wait_at(int(id), count) : emulator::arrive(int(id), count);
+  if (waits) join(t.before, barrier.opened.at(time));
+}
 void shuffle(Thread& t, const Instruction& i) {
   const uint32_t given = get<uint32_t>(t, i.operands[2]), lanes = get<uint32_t>(t, i.operands[5]);
   put(t, i.operands[0], __shfl_xor_sync(lanes, given, get<int>(t, i.operands[3])));
@@ -161,7 +190,8 @@ const std::map<std::string, Handler> kOpcodes = {
     {"nop", [](Thread&, const Instruction&) {}},
     {"bra", [](Thread& t, const Instruction& i) { t.at = get<size_t>(t, i.operands[0]) - 1; }},
     {"ret", [](Thread& t, const Instruction&) { t.at = kernel->code.size(); }},
-    {"bar.sync", [](Thread& t, const Instruction&) { __syncthreads(), ++t.barriers; }},
+    {"bar.sync", use_barrier<true>},
+    {"bar.arrive", use_barrier<false>},
     {"bar.warp.sync", [](Thread& t, const Instruction&) { __syncwarp(), ++t.syncs; }},
     {"shfl.sync.bfly.b32", shuffle},
     {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", multiply},
@@ -243,18 +273,19 @@ Handler find(const std::string& name) {
 // The work of a fiber.
 void run_thread() {
   const emulator::Machine& machine = emulator::machine();
-  if (block != int(machine.block)) block = int(machine.block), shared_cells.assign(shared_bytes / kCell + 1, {});
+  if (block != int(machine.block))
+    block = int(machine.block), shared_cells.assign(shared_bytes / kCell + 1, {}), barriers.fill({});
   Thread& t = threads[size_t(machine.running)];
   t = {{block, machine.running / emulator::kWarp, machine.running}, kernel->registers};
   put(t, 0, t.thread), put(t, 1, block), put(t, 2, machine.threads);
-  for (; t.at < kernel->code.size(); ++t.at) {
+  for (; t.at < kernel->code.size(); ++t.at, ++*executed) {
     const Instruction& i = kernel->code[t.at];
     if (get<bool>(t, i.predicate) != bool(i.negated)) i.run(t, i);
   }
 }
 
 const char* launch(const char* name, int64_t blocks, int count, size_t bytes, const void* x) {
-  launched += name + std::string(" ");
+  executed = &launched[name];
   kernel = &kernels.at(name), argument = static_cast<const char*>(x), shared_bytes = bytes, block = -1;
   threads.assign(size_t(count), {});
   global_cells.clear();
@@ -280,11 +311,14 @@ extern "C" void interpreter_load(const char* text) {
   }
 }
 
-// Returns the names of kernels that were launched since the last call. Later launches are executed, or only named.
+// Returns the kernels that were launched since the last call: names, each with a number of instructions. Later launches are
+// executed, or only named.
 extern "C" const char* interpreter_launched(bool execute) {
-  static std::string names;
-  names = std::move(launched), launched.clear(), executes = execute;
-  return names.c_str();
+  static std::string said;
+  said.clear();
+  for (const auto& [name, instructions] : launched) said += name + " " + std::to_string(instructions) + " ";
+  launched.clear(), executes = execute;
+  return said.c_str();
 }
 
 #include "../../emulator/emulator.cpp"  // the launchers

@@ -56,7 +56,7 @@ def text_of(name: str, body: str, files: dict[str, str]) -> str:
             offsets = [int(offset or 0) for _, offset in ADDRESS.findall(operands)]
             assert len(offsets) < 2 or not any(offsets), line
             assert not opcode.startswith("mov") or "{" not in operands, line
-            assert not opcode.startswith("bar") or operands in ("0", "-1"), line  # the whole block, or warp
+            assert opcode != "bar.warp.sync" or operands == "-1", line  # the whole warp
             numbers = [number(x) for x in re.findall(r"[^\s,|{}]+", ADDRESS.sub(r"\1", operands))]
             fields = (place, opcode, int(bool(negated)), number(predicate or "1"), sum(offsets) % 2**64)
             lines.append(" ".join(map(str, (*fields, len(numbers), *numbers))))
@@ -79,6 +79,10 @@ class Interpreter(Emulator):
     def load(self, text: str) -> None:
         self._library.interpreter_load(text.encode())
 
-    def launched(self, execute: bool = True) -> set[str]:
-        """Return the names of kernels that were launched since the last call; execute later launches, or do not."""
-        return set(self._library.interpreter_launched(execute).decode().split())
+    def launched(self, execute: bool = True) -> dict[str, int]:
+        """Return the kernels that were launched since the last call by name, with the instructions of all threads.
+
+        Later launches are executed, or are not.
+        """
+        said = self._library.interpreter_launched(execute).decode().split()
+        return dict(zip(said[::2], map(int, said[1::2]), strict=True))

@@ -25,7 +25,7 @@ def host_code(interpreter):
 
 
 def test_every_kernel_is_registered_and_launched(host_code, interpreter):
-    assert host_code.kernels() == launch_all(interpreter, host_code) == interpreter.kernels.keys()
+    assert host_code.kernels() == launch_all(interpreter, host_code).keys() == interpreter.kernels.keys()
 
 
 # Scans with kept states, chunks, and segments in bfloat16.

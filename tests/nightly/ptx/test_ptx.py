@@ -32,7 +32,7 @@ SCANS = [(1, 1, 3, 300, 300), (8, 16, 2, 64, 64), (2, 17, 3, 57, 62), (2, 2, 20,
 # Few and long enough for segments, with every size of keys.
 SEGMENTS = [(1, 1, 2060, size, 16) for size in (32, 64, 128)]
 MAP_LIMITS = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-SYNCS = ("bar.sync", "bar.warp.sync", "cp.async.wait_group")
+SYNCS = ("bar.sync", "bar.arrive", "bar.warp.sync", "cp.async.wait_group")
 # By the next line of the source. Without decays, this function has nothing to store.
 REDUNDANT = {"ChunkBackward bar.sync store_decay(find_memory(), this->begin());"}
 
@@ -69,6 +69,30 @@ def test_segments(interpreter, rule, shape):
 def test_scans(interpreter, rule, dtype):
     for shape in SCANS:
         check_equal(interpreter, rule, shape, dtype, state=True)
+
+
+def instructions_of_chunks(interpreter, rule, size):
+    """Return the PTX instructions of a warp for a chunk, by kernel."""
+    totals = []
+    for chunks in (4, 8):
+        given, erases = make_case(rule, (1, 1, 32 * chunks, size, size), torch.bfloat16)
+        interpreter.launched()
+        interpreter.results(given, erases, cotangents_of(given), shared_kib=HOPPER)
+        totals.append(interpreter.launched())
+    warps = size // 16
+    return {name: (count - totals[0][name]) / (4 * 32 * warps) for name, count in totals[1].items()}
+
+
+def shorten(kernel):
+    """Return the name of a pass, with an "r" in reverse."""
+    return re.search(r"\d(Chunk[A-Za-z]+)I", kernel)[1] + ("_reverse" if re.search("Lb1ELb0EEE", kernel) else "")
+
+
+@pytest.mark.parametrize(("rule", "size"), product(CASES, (16, 64, 128)))
+def test_instructions_of_a_chunk(interpreter, rule, size):
+    """They bound the time of a pass from chunk to chunk. See instructions.csv for the greatest numbers."""
+    for name, count in instructions_of_chunks(interpreter, rule, size).items():
+        print("ceil", rule, size, name, count)
 
 
 def check_map(operator, name, norm, dtype, width=10):
@@ -110,7 +134,7 @@ def launch_all(interpreter, operator):
 
 def test_all_kernels_are_executed(interpreter):
     """By the tests above."""
-    assert launch_all(interpreter, interpreter) == interpreter.kernels.keys()
+    assert launch_all(interpreter, interpreter).keys() == interpreter.kernels.keys()
 
 
 def without_syncs(text):
