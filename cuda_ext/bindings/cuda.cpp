@@ -26,14 +26,17 @@ void* memory(const Tensor& x) { return x.defined() ? x.mutable_data_ptr() : null
 
 struct Device {
   static constexpr at::DeviceType kType = at::kCUDA;
+  static constexpr bool kTokensFirst = true;  // so that the heads of a token can be merged without a copy
   static std::optional<at::ScalarType> computed(const Tensor&) { return {}; }
   static int64_t segments(const Pass& x) {
     return x.in.q.scalar_type() == at::kBFloat16 ? segments_of(x.size.H, x.size.L) : 0;
   }
 
   static void run(const ForwardPass& x) {
+    Target out = target(x.out);
+    out.tokens_first = kTokensFirst;
     launch(x, false, [&](const Call& call, const Inputs& in) {
-      return forward(call, in, {target(x.out), memory(x.last), memory(x.retrieved), memory(x.kept), memory(x.segments)});
+      return forward(call, in, {out, memory(x.last), memory(x.retrieved), memory(x.kept), memory(x.segments)});
     });
   }
 

@@ -82,7 +82,7 @@ inline NineTensors gradients(const Arguments& given, const Sizes& size, const To
 }
 
 // Inputs and results of the kernels; undefined if a rule does not have them. Results, `retrieved`, `kept` and `segments`
-// are contiguous; `state`, `first` and `d_state` may have any strides.
+// are contiguous, except an `out` with tokens first; `state`, `first` and `d_state` may have any strides.
 struct Pass {
   const Sizes size;
   const Rule rule;
@@ -126,15 +126,17 @@ struct BackwardPass : Pass {
 
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `Device` has its type, the dtype that its kernels compute in (see Pass), the number of segments that they may compute in
-// parallel, and run() of both passes.
+// `Device` has its type, the dtype that its kernels compute in (see Pass), whether out has the heads of a token side by side, the
+// number of segments that they may compute in parallel, and run() of both passes.
 template <typename Device>
 FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& decay,
                          const Optional& value_decay, const Optional& rate, const Optional& removal_key,
                          const Optional& removal, const Optional& state, const Optional& first, bool erases) {
   const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
   ForwardPass pass(given, v, Device::kType, Device::computed(q));
-  pass.out = pass.empty(pass.size.values()), pass.last = pass.empty_in_state_type(pass.size.state());
+  const Sizes& size = pass.size;
+  pass.out = Device::kTokensFirst ? pass.empty({size.B, size.L, size.H, size.Dv}).transpose(1, 2) : pass.empty(size.values());
+  pass.last = pass.empty_in_state_type(pass.size.state());
   if (given.retrieves()) pass.retrieved = pass.empty_in_state_type(pass.size.values());
   if (given.keeps_states()) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
   pass.segments = pass.empty_in_state_type(pass.segments_sizes(Device::segments(pass)));

@@ -1,5 +1,5 @@
-// The gradients of queries, keys and decays of the rules on the tensor cores, without decays or with decays by head, for a chunk,
-// from the state S before it, the gradient G of the state after it, and D; see chunk_backward.cuh. A block has one chunk.
+// The gradients of queries, keys and decays, without decays or with decays by head. A block has one chunk: it needs the state S
+// before it, the gradient G of the state after it, and D (see chunk_backward.cuh).
 //
 //     dP = F dO U^T up to its diagonal                    dA = -F D U^T below it
 //     dQ = c dO S^T + dP K                                dK = w U G^T - c D S^T + dP^T Q + (dA + dA^T) K

@@ -179,6 +179,7 @@ struct ChunkPass {
   int warps;         // of columns: a power of two
   int teams = 1, log_team = kLogMostThreads;  // of so many warps, see Relay; the logarithm, base 2, of a team's threads
   Divisor slabs;     // of columns
+  Divisor heads;     // of a batch
   int log_segments;  // of tokens: segments of one head run in parallel
   Brought query, key, rate, decay;
 
@@ -490,12 +491,17 @@ struct ChunkPass {
     constexpr int per_piece = 16 / sizeof(T);
     const int pieces = width / per_piece;
     const bool by_pieces = limit % per_piece == 0 && reinterpret_cast<uintptr_t>(to.data) % 16 == 0;
-    T* const data = static_cast<T*>(to.data) + first_token(n) * limit + at;
-    const int tokens = count(n);
+    int64_t first = first_token(n);
+    if (to.tokens_first) {
+      const int64_t b = unsigned(head()) / heads;
+      first = (b * size.length + n * kChunkTokens) * heads.number + head() - b * heads.number;
+    }
+    T* const data = static_cast<T*>(to.data) + first * limit + at;
+    const int tokens = count(n), stride = to.tokens_first ? heads.number * limit : limit;
     FWP_UNROLL_BY(1) for (int piece = thread; piece < kChunkTokens * pieces; piece += threads) {
       const int t = piece / pieces, i = piece % pieces * per_piece;
       if (t >= tokens || at + i >= limit) continue;
-      T* const target = data + t * limit + i;
+      T* const target = data + t * stride + i;
       const T* const source = from.at(t, column + i);
       if (by_pieces)
         *reinterpret_cast<Piece<float>*>(target) = *reinterpret_cast<const Piece<float>*>(source);

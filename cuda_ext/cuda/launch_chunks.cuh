@@ -42,7 +42,8 @@ size_t chunk_bytes(const Pass& pass) {
 
 template <typename Pass>
 void set_size(Pass& pass, const ScanSize& size) {
-  pass.size = size, pass.log_segments = Pass::kHasSegments ? choose_segments(size) : 0;
+  pass.size = size, pass.heads = int(size.heads_per_batch);
+  pass.log_segments = Pass::kHasSegments ? choose_segments(size) : 0;
 }
 
 // Set as many slabs as fill the GPU with all segments of all heads.

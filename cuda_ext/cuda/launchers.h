@@ -22,11 +22,12 @@ struct Tokens {
   Type type = Type::float32;
 };
 
-// A contiguous result with one entry per token. It is not computed if `data` is null, which out and the gradient
-// of v must not be.
+// A contiguous result with one entry per token, (B, H, L, D), or (B, L, H, D) if tokens come first, which only out may have.
+// It is not computed if `data` is null, which out and the gradient of v must not be.
 struct Target {
   void* data = nullptr;
   Type type = Type::float32;
+  bool tokens_first = false;
 };
 
 // Arguments of both passes. They launch on the current device and return before the kernels have run.

@@ -461,17 +461,19 @@ struct Place {
   FWP_DEVICE void write(int at, const Stage& stage) const {
     if (!is_there() || !stage.writes) return;
     const A* const tokens = token(at, 0);
-    const int64_t first = head * size.length + stage.first;
     FWP_UNROLL_BY(1) for (int i = 0; i < Arrays::parts().outputs; ++i)
-      if (arrays.outputs[i].data) write(arrays.outputs[i], first, stage.count, tokens + layout.output(i));
+      if (arrays.outputs[i].data) write(arrays.outputs[i], stage, tokens + layout.output(i));
     FWP_UNROLL_BY(1) for (int i = 0; i < Arrays::parts().row_outputs; ++i)
       if (arrays.row_outputs[i].data) write_rows(arrays.row_outputs[i], stage, tokens + layout.row_output(i, 0));
   }
-  FWP_DEVICE void write(const Sink& to, int64_t first, int count, const A* tokens) const {
+  FWP_DEVICE void write(const Sink& to, const Stage& stage, const A* tokens) const {
+    const int count = stage.count, apart = to.tokens_first ? int(size.heads_per_batch) : 1;  // in vectors
+    const int64_t first = to.tokens_first ? (batch * size.length + stage.first) * apart + head_of_batch
+                                          : head * size.length + stage.first;
     with_element<A>(to.type, [&](auto* element) {
       using T = std::remove_pointer_t<decltype(element)>;
       T* const data = static_cast<T*>(to.data) + first * size.columns + first_output();
-      const int limit = size.columns - first_output();
+      const int limit = size.columns - first_output(), stride = apart * size.columns;
       if (to.by_pieces) {
         constexpr int numbers = kOf16Bytes<T>, log_numbers = log2_of(numbers), together = kOf16Bytes<A>;
         share(count, log_output_width() - log_numbers, [&](int s, int i) {
@@ -482,11 +484,11 @@ struct Place {
             const Wide<A> found = from[p];
             FWP_UNROLL for (int e = 0; e < together; ++e) round_to(found.x[e], piece.x[p * together + e]);
           }
-          reinterpret_cast<Wide<T>*>(data + s * size.columns)[i] = piece;
+          reinterpret_cast<Wide<T>*>(data + s * stride)[i] = piece;
         });
       } else {
         share(count, log_output_width(), [&](int s, int i) {
-          if (i < limit) round_to(tokens[s * layout.size + i], data[s * size.columns + i]);
+          if (i < limit) round_to(tokens[s * layout.size + i], data[s * stride + i]);
         });
       }
     });

@@ -137,11 +137,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     _check(inputs)
     if kernel_ready(inputs.q.device.type):  # the library is loaded: its operator replaces this one
         return torch.ops.fwp.fast_weights(*inputs)
-    *_, retrieved, kept, segments = _allocate(inputs)
-    out, state, _ = reference.forward(reference_of(inputs), inputs.tokens, inputs.state, inputs.first)
+    out, _, retrieved, kept, segments = _allocate(inputs)
+    computed, state, _ = reference.forward(reference_of(inputs), inputs.tokens, inputs.state, inputs.first)
     if inputs.erases:
         retrieved.copy_(inputs.v)
-    return out, state, retrieved, kept, segments
+    return out.copy_(computed), state, retrieved, kept, segments
 
 
 def segments_of(heads: int, length: int) -> int:
@@ -157,8 +157,11 @@ def _allocate(inputs: Inputs) -> tuple[Tensor, ...]:
     retrieved = q.new_empty(v.shape if inputs.erases or inputs.removal_key is not None else (0,), dtype=dtype)
     segments = segments_of(*v.shape[1:3]) if q.is_cuda and q.dtype == torch.bfloat16 else 0
     shape_of_kept = (*v.shape[:2], v.shape[2] // KEPT_EVERY, *sizes) if inputs.keeps_states else (0,)
+    heads, length = v.shape[1:3]
+    # On a GPU the heads of a token lie side by side: a layer merges them without a copy.
+    out = v.new_empty((v.shape[0], length, heads, v.shape[3])).transpose(1, 2) if q.is_cuda else v.new_empty(v.shape)
     return (
-        v.new_empty(v.shape),
+        out,
         q.new_empty((*v.shape[:2], *sizes), dtype=dtype),
         retrieved,
         q.new_empty(shape_of_kept, dtype=dtype),

@@ -92,12 +92,12 @@ def check(
 
 
 def check_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Check that the results of the operator have the shapes of its fake implementation on a GPU."""
+    """Check that the results of the operator lie in memory as those of its fake implementation on a GPU."""
     arguments = operands("delta", sample_inputs("delta", shape, dtype))
 
-    def shapes(of: Callable[[Tensor], Tensor]) -> list[torch.Size]:
+    def shapes(of: Callable[[Tensor], Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:
         given = (of(x) if isinstance(x, Tensor) else x for x in arguments)
-        return [x.shape for x in torch.ops.fwp.fast_weights.default(*given)]
+        return [(x.shape, x.stride()) for x in torch.ops.fwp.fast_weights.default(*given)]
 
     found = shapes(torch.clone)
     with FakeTensorMode():

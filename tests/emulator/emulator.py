@@ -93,7 +93,7 @@ class _Tokens(_Structure):
 
 
 class _Target(_Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("type", ctypes.c_int)]
+    _fields_ = [("data", ctypes.c_void_p), ("type", ctypes.c_int), ("tokens_first", ctypes.c_bool)]
 
 
 class _Call(_Structure):
@@ -143,8 +143,10 @@ def _fill(structure: type[_Structure], tensors: dict[str, Tensor]) -> _Structure
             assert vectors, "the last dimension must be contiguous"
             setattr(filled, name, _Tokens(x.data_ptr(), *x.stride()[:3], TYPES[x.dtype]))
             continue
-        assert x.is_contiguous()
-        setattr(filled, name, _Target(x.data_ptr(), TYPES[x.dtype]) if kind is _Target else x.data_ptr())
+        tokens_first = name == "out"
+        assert (x.transpose(1, 2) if tokens_first else x).is_contiguous()
+        target = _Target(x.data_ptr(), TYPES[x.dtype], tokens_first)
+        setattr(filled, name, target if kind is _Target else x.data_ptr())
     return filled
 
 
@@ -172,7 +174,8 @@ class Emulator:
         rule, parts = prepare(given, erases)
         q, v = given["q"], given["v"]
         sizes, dtype = (*q.shape[:2], q.shape[3], v.shape[3]), state_dtype(q.dtype)
-        to = {"out": self._empty(v.shape, q.dtype), "state": self._empty(sizes, dtype)}
+        by_tokens = self._empty((v.shape[0], v.shape[2], v.shape[1], v.shape[3]), q.dtype)
+        to = {"out": by_tokens.transpose(1, 2), "state": self._empty(sizes, dtype)}
         if erases or rule == "removal":
             to["retrieved"] = self._empty(v.shape, dtype)
         if rule not in ("sum", "delta"):

@@ -142,7 +142,7 @@ class Operations(TorchDispatchMode):
 
 
 def check_counts() -> None:
-    """Around the rule one kernel forward and one back, and a copy by head of the output."""
+    """Around the rule there is one kernel forward and one back, and nothing else but products."""
     launches = ctypes.CDLL(str(cuda_binding.build())).emulator_launches
     feature_map, sums = FEATURE_MAPS["dpfp"](16), SumNormalization()
     layer = FastWeightAttention(32, 2, feature_map, "delta", sum_normalization=sums).bfloat16()
@@ -161,7 +161,7 @@ def check_counts() -> None:
         y, _ = layer(x)
     with Operations() as backward:
         y.backward(y.detach())
-    assert forward.found == Counter(fast_weights=1, clone=1, mm=2, _unsafe_view=3)
+    assert forward.found == Counter(fast_weights=1, mm=2, _unsafe_view=2)
     assert backward.found == Counter(fast_weights_backward=1, mm=4)
 
 

@@ -13,10 +13,10 @@ from nvcc import compile_source, compiled_kernels, needs_nvcc, parse_report
 GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255, "maps": 64}
 # For each of the eight rules, the forward scan in three shapes (float64: two), and the backward scan in four (two).
 # Four kernels of sums. On tensor cores (L), for each of four numbers of rows: both passes of four rules and their
-# gradients of keys, and the states of the sum and the delta rule. For segments, one kernel goes from segment to segment, and all rules except
-# the sum have two more. With decays by key, four rules have the scores, the gradients of keys, and in both directions
-# the states, all of that also for float32. In bfloat16, three of them have the ends of segments. Both passes of maps,
-# for four types.
+# gradients of keys, and the states of the sum and the delta rule. For segments, one kernel goes from segment to
+# segment, and all rules except the sum have two more. With decays by key, four rules have the scores, the gradients of
+# keys, and in both directions the states, all of that also for float32. In bfloat16, three of them have the ends of
+# segments. Both passes of maps, for four types.
 KERNELS_BY_TYPE = {"f": 8 * (3 + 4) + 4, "d": 8 * (2 + 2) + 4, "L": (4 * 3 + 3 * 2 + 2 + 1 + 2 * 4 * 4 + 3 * 2) * 4}
 KERNELS_BY_TYPE["maps"] = 2 * 4
 # Bytes of local memory, at most: these passes use all registers, and keep some addresses outside.

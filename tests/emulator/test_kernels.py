@@ -202,7 +202,7 @@ def test_segments_side_by_side(emulator, rule, shape, state):
 
 @pytest.mark.parametrize(("rule", "shape"), BATCHES, ids=str)
 def test_other_sequences_change_no_bit(emulator, rule, shape):
-    """Nor do blocks that share a head's columns and teams that share its chunks: more of them if few heads have a GPU."""
+    """Nor do blocks that share a head's columns, or teams its chunks: a GPU with few heads has more of both."""
     given, erases = make_case(rule, shape, torch.bfloat16)
     gradients = cotangents_of(given)
     whole = emulator.results(given, erases, gradients)

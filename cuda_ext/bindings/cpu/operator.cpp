@@ -52,6 +52,7 @@ void for_documents(const Tensor& first, F f) {
 
 struct Device {
   static constexpr at::DeviceType kType = at::kCPU;
+  static constexpr bool kTokensFirst = false;
   static std::optional<at::ScalarType> computed(const Tensor& q) { return state_type(q); }
   static int64_t segments(const Pass&) { return 0; }
 
