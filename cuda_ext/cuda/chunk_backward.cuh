@@ -125,6 +125,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using Pass::kRates;
   using State = typename Pass::State;
   static constexpr int kMostThreads = kThreadsOfTeams<kRows>;
+  using Turns = Relay<kRows, Pass::kMostTeams>;
   static constexpr bool kWrites = kErases || !kEnds;  // whether it needs dU
   static constexpr bool kGivesRates = kRates && !kEnds;
 
@@ -158,7 +159,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   };
   struct Memory {
     const char** starts;
-    Relay<kRows> relay;
+    Turns relay;
     Copies<OfTeam, ChunkBackward> of_teams;
 
     FWP_BOTH Memory(Carver& carver, const ChunkBackward& pass)
@@ -206,7 +207,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
 
   // The chunk before which i are between it and the end of the segment: the transposes of dU and D, and the gradient of the state
   // before the chunk.
-  FWP_DEVICE void use(int i, const char* errors, const Stage& chunk, const OfTeam& own, const Relay<kRows>& relay,
+  FWP_DEVICE void use(int i, const char* errors, const Stage& chunk, const OfTeam& own, const Turns& relay,
                       State& g) const {
     const int team = this->team(), warp = this->warp();
     const int64_t n = this->end() - 1 - i;

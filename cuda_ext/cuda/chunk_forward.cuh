@@ -12,6 +12,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
   using Pass::kParts, Pass::kRates;
   static constexpr int kMostThreads = kThreadsOfTeams<kRows>;
+  using Turns = Relay<kRows, Pass::kMostTeams>;
   static constexpr int kReadParts = kParts < kOfTokens ? kParts : kOfTokens;
 
   Brought value;
@@ -41,7 +42,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   };
   struct Memory {
     const char** starts;  // see put_starts()
-    Relay<kRows> relay;
+    Turns relay;
     Copies<OfTeam, ChunkForward> of_teams;
 
     FWP_BOTH Memory(Carver& carver, const ChunkForward& pass)
@@ -81,7 +82,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   }
 
   // Chunk i of the segment.
-  FWP_DEVICE void use(int i, const Stage& chunk, const Scores& scores, const Relay<kRows>& relay,
+  FWP_DEVICE void use(int i, const Stage& chunk, const Scores& scores, const Turns& relay,
                       typename Pass::State& state) const {
     const Decays& decays = chunk.decays;
     this->template make_scores<kEnds ? 0 : kOfTokens>(chunk.query, chunk.key, decays, scores,

@@ -18,6 +18,7 @@ template <int kRows, Rule kRule, int kIn, bool kReverse, bool kEnds = false>
 struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   using Pass = ChunkKeyPass<kRows, kRule, kIn>;
   using State = typename Pass::State;
+  using Turns = Relay<kRows, Pass::kMostTeams>;
   using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults, Pass::kOfReads;
   static constexpr bool kReads = !kReverse && !kEnds;                                                   // out
   static constexpr bool kFinds = kReverse && !kFadesValues ? kSolves || !kEnds : kSolves;               // D, or what E takes away
@@ -83,7 +84,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   };
   struct Memory {
     const char** starts;
-    Relay<kRows> relay;
+    Turns relay;
     Copies<OfTeam, ChunkKeyStates> of_teams;
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyStates& pass)
@@ -94,7 +95,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   FWP_DEVICE void run() const {
     Carver carver{shared_memory()};
     const Memory memory(carver, *this);
-    const Relay<kRows>& relay = memory.relay;
+    const Turns& relay = memory.relay;
     const int team = this->team();
     const OfTeam own = memory.of_teams[team];
     State state;
@@ -220,7 +221,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   // The steps of chunk i. All products are transposed: a warp has its columns in rows. before_writes() is called when the state
   // has been read.
   template <typename F>
-  FWP_DEVICE void use(int i, const Stage& chunk, const OfTeam& memory, const Relay<kRows>& relay, State& state,
+  FWP_DEVICE void use(int i, const Stage& chunk, const OfTeam& memory, const Turns& relay, State& state,
                       F before_writes) const {
     const int64_t n = chunk_of(i);
     relay.take(i, this->team(), this->warp(), state);
@@ -263,7 +264,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   }
 
   // The state after chunk i, to where it is needed.
-  FWP_DEVICE void give(int i, const Relay<kRows>& relay, State& state) const {
+  FWP_DEVICE void give(int i, const Turns& relay, State& state) const {
     const int64_t n = chunk_of(i);
     const bool is_last = kReverse ? n == this->begin() : n + 1 == this->end();
     relay.give(is_last, this->team(), this->warp(), state);

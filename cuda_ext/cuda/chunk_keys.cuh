@@ -338,6 +338,8 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
   static constexpr bool kHasSegments = !kFadesValues && kIn == 1;
   // Of columns: these rules need more shared memory.
   static constexpr int kMostWarps = kRemoves || kFadesValues ? kChunkWarps / 2 : kChunkWarps;
+  // In three parts, tokens leave no room for a second team.
+  static constexpr int kMostTeams = kIn == 1 ? Base::kMostTeams : 1;
   // The stored scores: P in parts, as exact as what depends on it, then -A (of a removal -Y) as in Scores, X, and -R.
   static constexpr int kScoreParts = kErases ? kExact : kOfResults;
   static constexpr int kErased = kScoreParts, kReadRemoved = kErased + kExact, kFound = kReadRemoved + kExact;

@@ -42,7 +42,7 @@ size_t chunk_bytes(const Pass& pass) {
 
 template <typename Pass>
 void set_size(Pass& pass, const ScanSize& size) {
-  pass.size = size, pass.heads = int(size.heads_per_batch);
+  pass.size = size, pass.heads = std::max(1, int(size.heads_per_batch));
   pass.log_segments = Pass::kHasSegments ? choose_segments(size) : 0;
 }
 

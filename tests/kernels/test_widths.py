@@ -1,8 +1,6 @@
-"""The laws of the operators with vectors of other widths than this machine's own.
+"""The laws of the operators with vectors of other widths than this machine's own, which tests/laws/test_operators.py has.
 
-The fast tests take x86-64-v3 where the own width is AVX-512's. On a machine with AVX2 v3 is the own width, which
-tests/laws/test_operators.py has. All widths that the machine can run are slow tests, and others in
-tests/nightly/test_other_processors.py.
+All widths that the machine can run; others are in tests/nightly/test_other_processors.py.
 """
 
 import subprocess
@@ -15,18 +13,11 @@ from fairseq_fwp.kernels import build
 from fairseq_fwp.kernels.error import BuildError
 
 TESTS = Path(__file__).parents[1]
-# Laws whose result depends on the width, without those of PyTorch's functions and of the loop.
-FAST = "equals_the_loop or error_is_at_most or causality or splits or token_by_token or documents or layout"
 
 
-@pytest.mark.parametrize(
-    ("arch", "laws"),
-    [
-        ("x86-64-v3", FAST),
-        *(pytest.param(arch, "not drift", marks=pytest.mark.slow) for arch in ("x86-64-v2", "x86-64-v3", "x86-64-v4")),
-    ],
-)
-def test_laws_hold_for_other_vectors(monkeypatch, arch, laws):
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["x86-64-v2", "x86-64-v3", "x86-64-v4"])
+def test_laws_hold_for_other_vectors(monkeypatch, arch):
     features = build._cpu_features().split()
     own = "x86-64-v4" if "avx512f" in features else "x86-64-v3" if "avx" in features else "x86-64-v2"
     if arch == own:
@@ -36,7 +27,7 @@ def test_laws_hold_for_other_vectors(monkeypatch, arch, laws):
         build._cpu_arch()
     except BuildError as error:
         pytest.skip(str(error))
-    options = ["-q", "--no-header", "-p", "no:cacheprovider", "-k", laws]
+    options = ["-q", "--no-header", "-p", "no:cacheprovider", "-k", "not drift"]
     command = [sys.executable, "-m", "pytest", *options, "laws/test_operators.py"]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

@@ -1,8 +1,10 @@
 """nvcc's PTX of the kernels on the interpreter: no race, no fault, and the results of the reference."""
 
 import contextlib
+import csv
 import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ SCANS = [(1, 1, 3, 300, 300), (8, 16, 2, 64, 64), (2, 17, 3, 57, 62), (2, 2, 20,
 # Few and long enough for segments, with every size of keys.
 SEGMENTS = [(1, 1, 2060, size, 16) for size in (32, 64, 128)]
 MAP_LIMITS = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+CEILINGS = Path(__file__).with_name("instructions.csv")  # PTX instructions of a warp for a chunk, at most
 SYNCS = ("bar.sync", "bar.arrive", "bar.warp.sync", "cp.async.wait_group")
 # By the next line of the source. Without decays, this function has nothing to store.
 REDUNDANT = {"ChunkBackward bar.sync store_decay(find_memory(), this->begin());"}
@@ -72,27 +75,36 @@ def test_scans(interpreter, rule, dtype):
 
 
 def instructions_of_chunks(interpreter, rule, size):
-    """Return the PTX instructions of a warp for a chunk, by kernel."""
+    """Return the PTX instructions of a warp for a chunk, by kernel, where one block has all columns of a head."""
     totals = []
     for chunks in (4, 8):
         given, erases = make_case(rule, (1, 1, 32 * chunks, size, size), torch.bfloat16)
         interpreter.launched()
-        interpreter.results(given, erases, cotangents_of(given), shared_kib=HOPPER)
+        interpreter.results(given, erases, cotangents_of(given), shared_kib=HOPPER, multiprocessors=1)
         totals.append(interpreter.launched())
     warps = size // 16
     return {name: (count - totals[0][name]) / (4 * 32 * warps) for name, count in totals[1].items()}
 
 
-def shorten(kernel):
-    """Return the name of a pass, with an "r" in reverse."""
-    return re.search(r"\d(Chunk[A-Za-z]+)I", kernel)[1] + ("_reverse" if re.search("Lb1ELb0EEE", kernel) else "")
+def name_of(kernel):
+    """Return the name of a pass on tensor cores, which `ChunkKeyStates` is in both directions."""
+    name = re.search(r"\d(Chunk[A-Za-z]+)I", kernel)[1]
+    return name + " in reverse" * (name == "ChunkKeyStates" and "Lb1ELb0EEE" in kernel)
 
 
 @pytest.mark.parametrize(("rule", "size"), product(CASES, (16, 64, 128)))
 def test_instructions_of_a_chunk(interpreter, rule, size):
-    """They bound the time of a pass from chunk to chunk. See instructions.csv for the greatest numbers."""
-    for name, count in instructions_of_chunks(interpreter, rule, size).items():
-        print("ceil", rule, size, name, count)
+    """They bound the time of a pass from chunk to chunk. A number far below its ceiling deserves a lower one."""
+    found = {name_of(kernel): count for kernel, count in instructions_of_chunks(interpreter, rule, size).items()}
+    with open(CEILINGS, newline="", encoding="utf-8") as file:
+        ceilings = {
+            row["pass"]: float(row["instructions"])
+            for row in csv.DictReader(file)
+            if (row["rule"], row["size"]) == (rule, str(size))
+        }
+    assert found.keys() == ceilings.keys()
+    for name, count in found.items():
+        assert 0.9 * ceilings[name] < count <= ceilings[name], (name, count)
 
 
 def check_map(operator, name, norm, dtype, width=10):
