@@ -1,4 +1,4 @@
-"""The laws of the operators with vectors of other widths than the machine's own: tests/laws/test_operators.py has those.
+"""The laws with vectors of other widths than the machine's own, which tests/laws/test_operators.py has.
 
 All widths that the machine can run; others are in tests/nightly/test_other_processors.py.
 """
