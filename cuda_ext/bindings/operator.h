@@ -127,16 +127,17 @@ struct BackwardPass : Pass {
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // `Device` has its type, the dtype that its kernels compute in (see Pass), the number of segments that they may compute in
-// parallel, and run() of both passes.
+// parallel, and run() of both passes. Without `keeps` there is no backward pass.
 template <typename Device>
 FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& decay,
                          const Optional& value_decay, const Optional& rate, const Optional& removal_key,
-                         const Optional& removal, const Optional& state, const Optional& first, bool erases) {
+                         const Optional& removal, const Optional& state, const Optional& first, bool erases, bool keeps) {
   const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
   ForwardPass pass(given, v, Device::kType, Device::computed(q));
   pass.out = pass.empty(pass.size.values()), pass.last = pass.empty_in_state_type(pass.size.state());
   if (given.retrieves()) pass.retrieved = pass.empty_in_state_type(pass.size.values());
-  if (given.keeps_states()) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
+  if (given.keeps_states() && (keeps || Device::kType != at::kCPU))  // kernels on a GPU read the states that they keep
+    pass.kept = pass.empty_in_state_type(pass.kept_sizes());
   pass.segments = pass.empty_in_state_type(pass.segments_sizes(Device::segments(pass)));
   Device::run(pass);
   return {pass.out.to(q.scalar_type()), pass.last, or_nothing(pass.retrieved, pass.last), or_nothing(pass.kept, pass.last),

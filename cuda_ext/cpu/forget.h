@@ -53,7 +53,7 @@ struct ForgetForward {
   StateBlock<A, NV>& block;
   const ForgetTokens<A> in;
   Tokens<A> out, retrieved;
-  Tokens<A> kept;  // rows of the state kKeptEvery tokens after `first`
+  Tokens<A> kept;  // rows of the state kKeptEvery tokens after `first`; may be null
   A* scratch;      // 2 x rows
   int64_t first = 0, last = 0;  // the tokens up to the next kept state; run() counts from the first
   // For the next group: what its keys retrieve from the state before it, and the products of its second key with the
@@ -71,6 +71,7 @@ struct ForgetForward {
         for_like_groups<kGroup>(last + 1 - first, *this);
       }
       if (first + kKeptEvery > length) return;
+      if (!kept.data) continue;
       block.read_rows([&](int64_t i, const Group<A, NV>& w) { w.store_to(kept[i], block.columns); }, [] {});
       kept.data = kept[block.rows];
     }

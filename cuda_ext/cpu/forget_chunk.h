@@ -71,7 +71,7 @@ class ForgetChunk {
            kChunkTokens * ((11 + 4 * kWriters) * of_key + (10 + 2 * kWriters) * of_value + 4 * kWriters * of_pair + kFaded);
   }
 
-  // kept: rows of the state after every kKeptEvery tokens. A matrix may be null.
+  // kept: rows of the state after every kKeptEvery tokens; may be null, as may a matrix.
   void forward(int64_t length, const ForgetTokens<A>& in, Matrix<const A> initial, Tokens<A> out, Tokens<A> retrieved,
                Tokens<A> kept, Matrix<A> final) {
     if (length == 1 && initial.data && initial.column_stride == 1)
@@ -95,7 +95,7 @@ class ForgetChunk {
         add_reads(output(out, t, values_, read_));
       }
       deliver(read_, values_, out, t);
-      const bool keeps = (t + count_) % kKeptEvery == 0;
+      const bool keeps = kept.data && (t + count_) % kKeptEvery == 0;
       // Copied while it changes: a copy of its own would wait for the lines of new memory.
       const bool at_once = keeps && whole_panels(values_) && keys_ % kTileRows == 0;
       advance_state(empty, at_once ? kept : Tokens<A>{});

@@ -36,6 +36,13 @@ using InputHeads = ForgetHeads<const A, ForgetTokens<A>>;
 template <typename A>
 using GradientHeads = ForgetHeads<A, ForgetGradients<A>>;
 
+// The columns of the states of head h from j on; null if none are kept.
+template <typename A>
+Tokens<A> kept_states(const Heads<A>& kept, const Lengths& size, int64_t h, int64_t j = 0) {
+  A* const data = kept.tokens(h).data;
+  return {data ? data + j : nullptr, size.Dv};
+}
+
 // Columns of a block in the backward pass: two vectors if there are enough registers.
 inline int64_t backward_width(const Lengths& size, int64_t item) {
   const int64_t lanes = kVectorBytes / item;
@@ -67,7 +74,7 @@ void forget_scan(const Forward& pass) {
                                    of.at(h, 0, j),
                                    out.tokens(h).from(j),
                                    retrieved.tokens(h).from(j),
-                                   {kept.tokens(h).data + j, size.Dv},
+                                   kept_states(kept, size, h, j),
                                    work + size.Dk * block.kWidth};
       if constexpr (NV == 4 && !wide)
         scan.run_token();
@@ -257,7 +264,7 @@ void chunk_forward(const Forward& pass) {
     const Heads<A> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
     for_chunk_heads<ChunkOf<A, fades, erases>>(pass.size, true, [&](int64_t h, int64_t j, auto& chunk) {
       chunk.forward(pass.size.L, of.at(h, 0, j), initial.matrix(h, j), out.tokens(h).from(j),
-                    retrieved.tokens(h).from(j), {kept.tokens(h).data + j, pass.size.Dv}, final.matrix(h, j));
+                    retrieved.tokens(h).from(j), kept_states(kept, pass.size, h, j), final.matrix(h, j));
     });
   })
 }
@@ -272,7 +279,7 @@ void chunk_backward(const Backward& pass) {
     const Heads<A> d_initial(pass.d_initial);
     for_chunk_heads<ChunkOf<A, fades, erases>>(pass.size, false, [&](int64_t h, int64_t, auto& chunk) {
       chunk.backward(pass.size.L, of.at(h, 0, 0), initial.matrix(h, 0), retrieved.tokens(h),
-                     {kept.tokens(h).data, pass.size.Dv}, d_out.tokens(h), d_final.matrix(h, 0), to.at(h, 0, 0),
+                     kept_states(kept, pass.size, h), d_out.tokens(h), d_final.matrix(h, 0), to.at(h, 0, 0),
                      d_initial.matrix(h, 0));
     });
   })
