@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
     state: Tensor | None = None
     first: Tensor | None = None
     erases: bool = False
-    keeps: bool = True  # whether a backward pass may follow; a kernel's forward pass without one stores no states for it
+    keeps: bool = True  # whether a backward pass may follow: without one, kernels keep no states for it
 
     @property
     def tokens(self) -> tuple[Tensor, ...]:
@@ -131,8 +131,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
     retrieved: (B, H, L, Dv) in the state's dtype. From kernels: the errors v_t - k_t W' of a rule that erases, or the
         y_t W_{t-1} of a rule that removes. Here: v of a rule that erases, otherwise uninitialised.
-    kept: (B, H, L // KEPT_EVERY, Dk, Dv), states from kernels, unless the rule only adds or only corrects, or `keeps` is
-        False. Here: uninitialised.
+    kept: (B, H, L // KEPT_EVERY, Dk, Dv), states from kernels, unless the rule only adds or only corrects, or `keeps`
+        is False. Here: uninitialised.
     segments: (B, H, segments, Dk + Dv, Dk), from kernels on a GPU's tensor cores, which compute segments of a sequence
         side by side: the state before each, and its transition. Here: uninitialised.
     """
