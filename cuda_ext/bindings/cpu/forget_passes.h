@@ -3,6 +3,7 @@
 
 #include "../../cpu/forget_chunk.h"
 #include "../../cpu/forget_square.h"
+#include "../../cpu/forget_tiles.h"
 #include "passes.h"
 
 namespace fwp::cpu {
@@ -258,9 +259,12 @@ void for_chunk_heads(const Lengths& size, bool divide, F f) {
 template <typename A, Fades fades, Erases erases>
 using ChunkOf = ForgetChunk<A, fades == Fades::kHead ? Fades::kKey : fades, erases>;
 
-// Call run(kind of chunks, arguments that they have before others).
+// Call run(kind of chunks, arguments that they have before others). A decoding step in bfloat16 has no use for tiles.
 template <typename A, Fades fades, Erases erases, typename Pass, typename F>
-void run_chunks(const Pass&, F run) {
+void run_chunks(const Pass& pass, F run) {
+  if constexpr (fades == Fades::kHead && std::is_same_v<A, float>)
+    if (pass.in.q.item == sizeof(BFloat16) && pass.size.L > 1)
+      if (const TileUnit* unit = TileUnit::chosen()) return run(std::type_identity<ForgetTiles<erases>>{}, *unit);
   run(std::type_identity<ChunkOf<A, fades, erases>>{});
 }
 
