@@ -31,7 +31,7 @@ struct Operators {
   }
 };
 
-constexpr size_t kTensors = 10, kDifferentiable = 9;  // among the forward operator's arguments; `erases` follows them
+constexpr size_t kTensors = 10, kDifferentiable = 9;  // among the forward operator's arguments; `erases` and `keeps` follow
 constexpr size_t kValue = 2;                          // index of v, which a rule that erases does not save
 
 c10::IValue optional(const Tensor& x) { return x.defined() ? c10::IValue(x) : c10::IValue(); }
@@ -52,7 +52,7 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
     at::AutoDispatchBelowADInplaceOrView below;
     Stack inputs;
     for (const Tensor& x : *all) inputs.push_back(optional(x));
-    inputs.emplace_back(erases);
+    inputs.emplace_back(erases), inputs.emplace_back(true);
     variable_list results = call(Operators::get().forward, std::move(inputs)), saved = *all;
     others->assign(results.begin() + 2, results.end());
     results.resize(2);
@@ -83,7 +83,7 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
 };
 
 void differentiable(const c10::OperatorHandle& op, Stack* stack) {
-  const auto given = torch::jit::last(*stack, kTensors + 1);
+  const auto given = torch::jit::last(*stack, kTensors + 2);
   bool any = false;
   for (const auto& input : given.slice(0, kTensors)) {
     if (input.isNone()) continue;
@@ -103,8 +103,8 @@ void differentiable(const c10::OperatorHandle& op, Stack* stack) {
     if (all.back().defined()) present.push_back(all.back());
   }
   variable_list others;
-  variable_list results = Differentiable::apply(at::TensorList(present), &all, given.back().toBool(), &others);
-  torch::jit::drop(*stack, kTensors + 1);
+  variable_list results = Differentiable::apply(at::TensorList(present), &all, given[kTensors].toBool(), &others);
+  torch::jit::drop(*stack, kTensors + 2);
   for (auto& result : results) stack->emplace_back(std::move(result));
   for (auto& result : others) stack->emplace_back(std::move(result));
 }

@@ -32,23 +32,34 @@ inline Rule rule_of(const Arguments& given) {
   return given.erases ? Rule::delta : Rule::sum;
 }
 
-// Inputs of the kernels. An absent gate that a kernel needs is one. On a CPU all inputs have the dtype of the
-// computation, `type`, and kernels find the head of q and k that a head shares. Otherwise tensors keep their dtype, and
-// shared heads are copied.
-inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::optional<at::ScalarType> type = {}) {
-  const auto ready = [&](const Optional& x) { return x ? prepare(*x, type) : Tensor(); };
+// The dtypes that kernels on a CPU take: of vectors, where float32 always does for bfloat16, and of rates. Nothing on a
+// GPU, whose kernels take all.
+struct Taken {
+  std::optional<at::ScalarType> vectors, rates;
+
+  bool on_cpu() const { return rates.has_value(); }
+  Tensor ready(const Tensor& x) const {
+    return prepare(x, x.dim() == 3 ? rates : x.scalar_type() == rates ? std::nullopt : vectors);
+  }
+};
+
+// Inputs of the kernels. An absent gate that a kernel needs is one. On a CPU kernels find the head of q and k that a head
+// shares. Otherwise shared heads are copied.
+inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, const Taken& taken) {
+  const auto ready = [&](const Optional& x) { return x ? taken.ready(*x) : Tensor(); };
   TokenTensors in;
   const auto shared = [&](const Tensor& x) {
-    return type || size.Hk == size.H ? x : x.repeat_interleave(size.H / size.Hk, 1);
+    return taken.on_cpu() || size.Hk == size.H ? x : x.repeat_interleave(size.H / size.Hk, 1);
   };
-  in.q = prepare(shared(given.q), type), in.k = prepare(shared(given.k), type), in.v = ready(given.v);
+  in.q = ready(shared(given.q)), in.k = ready(shared(given.k)), in.v = ready(given.v);
   in.value_decay = ready(given.value_decay);
   in.rate = ready(given.rate);
   // The same number for all tokens.
   const auto ones = [&](at::IntArrayRef sizes) {
-    return (sizes.size() == 3 ? at::ones({}, in.q.options()) : at::ones({sizes[3]}, in.q.options())).expand(sizes);
+    const auto options = in.q.options().dtype(taken.rates.value_or(in.q.scalar_type()));
+    return (sizes.size() == 3 ? at::ones({}, options) : at::ones({sizes[3]}, options)).expand(sizes);
   };
-  if (!in.rate.defined() && (given.erases || !type)) in.rate = ones(size.rates());
+  if (!in.rate.defined() && (given.erases || !taken.on_cpu())) in.rate = ones(size.rates());
   in.removal_key = ready(given.removal_key), in.removal = ready(given.removal);
   const Rule rule = rule_of(given);
   if (rule == Rule::sum || rule == Rule::delta) return in;
@@ -87,15 +98,16 @@ struct Pass {
   const Sizes size;
   const Rule rule;
   const at::ScalarType state_type;
+  const Taken taken;
   const TokenTensors in;
   const Tensor state, first;
   Tensor retrieved, kept, segments;
 
-  // `computed`: the dtype of inputs and results, if it is not that of the arguments.
-  Pass(const Arguments& given, const Tensor& values, at::DeviceType device, std::optional<at::ScalarType> computed)
-      : size(checked(given, values, device)), rule(rule_of(given)), state_type(fwp::state_type(given.q)),
-        in(prepare_all(given, size, computed)), state(given.state.value_or(Tensor())),
-        first(given.first.value_or(Tensor())) {}
+  template <typename Device>
+  Pass(Device, const Arguments& given, const Tensor& values)
+      : size(checked(given, values, Device::kType)), rule(rule_of(given)), state_type(fwp::state_type(given.q)),
+        taken(Device::taken(rule, size, given.q)), in(prepare_all(given, size, taken)),
+        state(given.state.value_or(Tensor())), first(given.first.value_or(Tensor())) {}
 
   Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options()); }
   Tensor empty_in_state_type(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options().dtype(state_type)); }
@@ -126,19 +138,20 @@ struct BackwardPass : Pass {
 
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `Device` has its type, the dtype that its kernels compute in (see Pass), whether out has the heads of a token side by side, the
-// number of segments that they may compute in parallel, and run() of both passes.
+// `Device` has its type, the dtypes that its kernels take, whether out has the heads of a token next to each other, the number of
+// segments that they may compute in parallel, and run() of both passes. Without `keeps` there is no backward pass.
 template <typename Device>
 FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& decay,
                          const Optional& value_decay, const Optional& rate, const Optional& removal_key,
-                         const Optional& removal, const Optional& state, const Optional& first, bool erases) {
+                         const Optional& removal, const Optional& state, const Optional& first, bool erases, bool keeps) {
   const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
-  ForwardPass pass(given, v, Device::kType, Device::computed(q));
+  ForwardPass pass(Device{}, given, v);
   const Sizes& size = pass.size;
   pass.out = Device::kTokensFirst ? pass.empty({size.B, size.L, size.H, size.Dv}).transpose(1, 2) : pass.empty(size.values());
-  pass.last = pass.empty_in_state_type(pass.size.state());
+  pass.last = pass.empty_in_state_type(size.state());
   if (given.retrieves()) pass.retrieved = pass.empty_in_state_type(pass.size.values());
-  if (given.keeps_states()) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
+  if (given.keeps_states() && (keeps || !pass.taken.on_cpu()))  // kernels on a GPU read the states that they keep
+    pass.kept = pass.empty_in_state_type(pass.kept_sizes());
   pass.segments = pass.empty_in_state_type(pass.segments_sizes(Device::segments(pass)));
   Device::run(pass);
   return {pass.out.to(q.scalar_type()), pass.last, or_nothing(pass.retrieved, pass.last), or_nothing(pass.kept, pass.last),
@@ -153,8 +166,7 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
                                   const Optional& grad_out, const Optional& grad_state) {
   const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
   TORCH_CHECK(erases || v, "v must be given");
-  const auto computed = Device::computed(q);
-  BackwardPass pass(given, v ? *v : retrieved, Device::kType, computed);
+  BackwardPass pass(Device{}, given, v ? *v : retrieved);
   const Sizes& size = pass.size;
   if (given.retrieves()) check("retrieved", retrieved, size.values(), pass.state_type, q.device());
   if (given.keeps_states()) check("kept", kept, pass.kept_sizes(), pass.state_type, q.device());
@@ -164,10 +176,12 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
   if (given.retrieves()) pass.retrieved = retrieved.contiguous();
   if (given.keeps_states()) pass.kept = kept.contiguous();
   pass.segments = segments.contiguous();
-  if (grad_out) pass.d_out = prepare(*grad_out, computed);
+  if (grad_out) pass.d_out = pass.taken.ready(*grad_out);
   if (grad_state) pass.d_state = *grad_state;
   pass.to = pass.in.map([](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), x.options()) : Tensor(); });
-  pass.to.q = pass.empty(size.keys()), pass.to.k = pass.empty(size.keys()), pass.to.v = pass.empty(size.values());
+  const bool summed = pass.taken.on_cpu() && size.Hk != size.H;  // over the heads that share a key, then rounded
+  for (Tensor* x : {&pass.to.q, &pass.to.k}) *x = summed ? pass.empty_in_state_type(size.keys()) : pass.empty(size.keys());
+  pass.to.v = pass.empty(size.values());
   if (!rate && !erases) pass.to.rate = Tensor();  // nobody wants it
   if (state) pass.d_initial = pass.empty_in_state_type(size.state());
   Device::run(pass);

@@ -18,13 +18,13 @@ struct Kind {
 };
 
 // The tokens of one head, from some column on. A member that a rule does not have is null; `rate` may be null, too.
-template <typename A>
+template <typename A, typename Vectors = Tokens<const A>>
 struct ForgetTokens {
-  Tokens<const A> q, k, v;
-  Tokens<const A> key_decay, value_decay;
-  Rates<const A> head_decay;             // replaces both
-  Rates<const A> rate;                   // of the write
-  Tokens<const A> removal, removal_key;  // the key that is written with, and the key that retrieves
+  Vectors q, k, v;
+  Vectors key_decay, value_decay;
+  Rates<const A> head_decay;     // replaces both
+  Rates<const A> rate;           // of the write
+  Vectors removal, removal_key;  // the key that is written with, and the key that retrieves
 
   FWP_INLINE A rate_at(int64_t t) const { return rate.data ? rate[t] : 1; }
   ForgetTokens reversed(int64_t length) const {
@@ -34,11 +34,11 @@ struct ForgetTokens {
   }
 };
 
-template <typename A>
+template <typename A, typename Vectors = Tokens<A>>
 struct ForgetGradients {  // null like ForgetTokens
-  Tokens<A> q, k, v, key_decay, value_decay;
+  Vectors q, k, v, key_decay, value_decay;
   Rates<A> head_decay, rate;
-  Tokens<A> removal, removal_key;
+  Vectors removal, removal_key;
 };
 
 // One pass per group of tokens: decays and writes, then reads. Rules that retrieve also read for the next two tokens.
@@ -53,7 +53,7 @@ struct ForgetForward {
   StateBlock<A, NV>& block;
   const ForgetTokens<A> in;
   Tokens<A> out, retrieved;
-  Tokens<A> kept;  // rows of the state kKeptEvery tokens after `first`
+  Tokens<A> kept;  // rows of the state kKeptEvery tokens after `first`; may be null
   A* scratch;      // 2 x rows
   int64_t first = 0, last = 0;  // the tokens up to the next kept state; run() counts from the first
   // For the next group: what its keys retrieve from the state before it, and the products of its second key with the
@@ -71,6 +71,7 @@ struct ForgetForward {
         for_like_groups<kGroup>(last + 1 - first, *this);
       }
       if (first + kKeptEvery > length) return;
+      if (!kept.data) continue;
       block.read_rows([&](int64_t i, const Group<A, NV>& w) { w.store_to(kept[i], block.columns); }, [] {});
       kept.data = kept[block.rows];
     }

@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "bfloat16.h"
 #include "forget.h"
 #include "tile.h"
 
@@ -25,15 +26,16 @@ namespace fwp {
 
 constexpr int64_t kChunkTokens = 16;
 static_assert(kKeptEvery % kChunkTokens == 0);
-// With fewer keys or values, the recurrent form is faster.
-constexpr int64_t kLeastChunked = 48;
 
 // One head. All arrays of a chunk are in scratch, zero-padded. `values` may be some of the columns of W.
 template <typename A, Fades fades, Erases erases>
 class ForgetChunk {
  public:
   using Number = A;
+  using In = ForgetTokens<A, Stored<A>>;
+  using Gradients = ForgetGradients<A, Stored<A>>;
   static constexpr int kPanel = 2;  // vectors of columns that are processed together
+  static constexpr int64_t kColumns = kPanel * kLanes<A>;
   static constexpr bool kRetrieves = erases != Erases::kNothing, kRemoves = erases == Erases::kRemoval;
   static constexpr bool kValuesFade = fades == Fades::kKeyAndValue;
   static_assert(!kValuesFade || !kRetrieves);
@@ -71,18 +73,18 @@ class ForgetChunk {
            kChunkTokens * ((11 + 4 * kWriters) * of_key + (10 + 2 * kWriters) * of_value + 4 * kWriters * of_pair + kFaded);
   }
 
-  // kept: rows of the state after every kKeptEvery tokens. A matrix may be null.
-  void forward(int64_t length, const ForgetTokens<A>& in, Matrix<const A> initial, Tokens<A> out, Tokens<A> retrieved,
+  // kept: rows of the state after every kKeptEvery tokens; may be null, as may a matrix.
+  void forward(int64_t length, const In& in, Matrix<const A> initial, const Stored<A>& out, Tokens<A> retrieved,
                Tokens<A> kept, Matrix<A> final) {
     if (length == 1 && initial.data && initial.column_stride == 1)
-      return forward_token(in, initial, out.data, retrieved.data, final);
+      return forward_token(in, initial, out, retrieved.data, final);
     bool empty = !initial.data;
     empty ? clear(state_, round_up(keys_, kTileRows)) : copy_in(initial, state_);
     for (int64_t t = 0; t < length; t += kChunkTokens) {
       begin(length - t);
       const int64_t following = t + 2 * kChunkTokens <= length ? t + kChunkTokens : -1;
       expect(in, following);
-      for (const Tokens<A>& x : {out, retrieved}) next_.add(constant(x), following, values_);
+      for (const Stored<A>& x : {out, Stored<A>(retrieved)}) next_.add(x, following, values_);
       prepare(in, t);
       read_state(seen_query_, empty, read_);
       if constexpr (kRetrieves) read_state(seen_reader_, empty, found_);
@@ -95,7 +97,7 @@ class ForgetChunk {
         add_reads(output(out, t, values_, read_));
       }
       deliver(read_, values_, out, t);
-      const bool keeps = (t + count_) % kKeptEvery == 0;
+      const bool keeps = kept.data && (t + count_) % kKeptEvery == 0;
       // Copied while it changes: a copy of its own would wait for the lines of new memory.
       const bool at_once = keeps && whole_panels(values_) && keys_ % kTileRows == 0;
       advance_state(empty, at_once ? kept : Tokens<A>{});
@@ -108,9 +110,8 @@ class ForgetChunk {
   }
 
   // kept as in `forward`, from the start of the sequence; retrieved is what `forward` has stored.
-  void backward(int64_t length, const ForgetTokens<A>& in, Matrix<const A> initial, Tokens<const A> retrieved,
-                Tokens<const A> kept, Tokens<const A> d_out, Matrix<const A> d_final, const ForgetGradients<A>& to,
-                Matrix<A> d_initial) {
+  void backward(int64_t length, const In& in, Matrix<const A> initial, Tokens<const A> retrieved, Tokens<const A> kept,
+                const Stored<A>& d_out, Matrix<const A> d_final, const Gradients& to, Matrix<A> d_initial) {
     d_empty_ = !d_final.data;
     d_empty_ ? clear(d_state_, round_up(keys_, kTileRows)) : copy_in(d_final, d_state_);
     for (int64_t t = (length - 1) / kChunkTokens * kChunkTokens; t >= 0; t -= kChunkTokens) {
@@ -129,10 +130,8 @@ class ForgetChunk {
       }
       begin(length - t);
       expect(in, t - kChunkTokens);
-      for (const Tokens<const A>& x : {retrieved, d_out, constant(to.v), constant(to.value_decay)})
-        next_.add(x, t - kChunkTokens, values_);
-      for (const Tokens<A>& x : {to.q, to.k, to.key_decay, to.removal, to.removal_key})
-        next_.add(constant(x), t - kChunkTokens, keys_);
+      for (const Stored<A>& x : {Stored<A>(retrieved), d_out, to.v, to.value_decay}) next_.add(x, t - kChunkTokens, values_);
+      for (const Stored<A>& x : {to.q, to.k, to.key_decay, to.removal, to.removal_key}) next_.add(x, t - kChunkTokens, keys_);
       prepare(in, t);
       load_values(in, retrieved, t);
       differentiate(in, t, empty, d_out, to, t > 0 || d_initial.data);
@@ -152,19 +151,20 @@ class ForgetChunk {
   // the second-level cache took a fifth longer.
   struct Next {
     static constexpr int kKinds = 14;
-    Tokens<const A> tokens[kKinds];
-    int64_t columns[kKinds];
+    const char* tokens[kKinds];
+    int64_t strides[kKinds], bytes[kKinds];
     int kinds = 0;
 
-    void add(Tokens<const A> x, int64_t first, int64_t n) {
-      if (x.data && first >= 0) tokens[kinds] = from_row(x, first), columns[kinds++] = n;
+    void add(const Stored<A>& x, int64_t first, int64_t columns) {
+      if (x.data && first >= 0) tokens[kinds] = x[first], strides[kinds] = x.stride, bytes[kinds++] = columns * x.item();
     }
     // The lines of a panel of columns of token t.
     FWP_INLINE void fetch(int64_t t, int64_t column) const {
       if (t < kChunkTokens)
         for (int n = 0; n < kinds; ++n)
-          FWP_UNROLL for (int64_t j = 0; j < kPanel * kLanes<A>; j += Tokens<A>::kLine)
-            if (column + j < columns[n]) __builtin_prefetch(tokens[n][t] + column + j);
+          FWP_UNROLL for (int64_t j = 0; j < kPanel * kVectorBytes; j += kLineBytes)
+            if (const int64_t at = column * int64_t(sizeof(A)) + j; at < bytes[n])
+              __builtin_prefetch(tokens[n] + t * strides[n] + at);
     }
   };
   // Vectors of columns that are processed together if two kinds of sums need registers.
@@ -217,23 +217,23 @@ class ForgetChunk {
   }
 
   static bool whole_panels(int64_t columns) { return columns % (kPanel * kLanes<A>) == 0; }
-  bool in_place(int64_t columns) const { return count_ == kChunkTokens && whole_panels(columns); }
+  bool in_place(const Stored<A>& x, int64_t columns) const { return !x.half && count_ == kChunkTokens && whole_panels(columns); }
   // The chunk's tokens of x, zero-padded.
-  Tokens<const A> input(Tokens<const A> x, int64_t first, int64_t columns, Tokens<A> own) const {
-    if (in_place(columns)) return from_row(x, first);
+  Tokens<const A> input(const Stored<A>& x, int64_t first, int64_t columns, Tokens<A> own) const {
+    if (in_place(x, columns)) return constant(x.tokens_from(first));
     if (count_ < kChunkTokens) clear(own, kChunkTokens);
-    copy(from_row(x, first), count_, columns, own);
+    for (int64_t t = 0; t < count_; ++t) x.read_to(own[t], first + t, columns);
     return constant(own);
   }
   // Where to write the chunk's tokens of x, before deliver().
-  Tokens<A> output(Tokens<A> x, int64_t first, int64_t columns, Tokens<A> own) const {
-    return x.data && in_place(columns) ? from_row(x, first) : own;
+  Tokens<A> output(const Stored<A>& x, int64_t first, int64_t columns, Tokens<A> own) const {
+    return x.data && in_place(x, columns) ? x.tokens_from(first) : own;
   }
-  void deliver(Tokens<A> own, int64_t columns, Tokens<A> to, int64_t first) const {
-    if (!to.data || in_place(columns)) return;
-    for (int64_t t = 0; t < count_; ++t) std::memcpy(to[first + t], own[t], columns * sizeof(A));
+  void deliver(Tokens<A> own, int64_t columns, const Stored<A>& to, int64_t first) const {
+    if (!to.data || in_place(to, columns)) return;
+    for (int64_t t = 0; t < count_; ++t) to.write_from(own[t], first + t, columns);
   }
-  A rate_at(const ForgetTokens<A>& in, int64_t first, int64_t t) const { return t < count_ ? in.rate_at(first + t) : 0; }
+  A rate_at(const In& in, int64_t first, int64_t t) const { return t < count_ ? in.rate_at(first + t) : 0; }
 
   static void fill(A* x, int64_t columns, A number) {
     for (int64_t i = 0; i < columns; i += kLanes<A>) store(x + i, number - Vector<A>{});
@@ -252,23 +252,24 @@ class ForgetChunk {
   void begin(int64_t tokens) { count_ = std::min(kChunkTokens, tokens), rows_ = round_up(count_, kTileRows); }
 
   // The chunk from `first` on comes next; -1: none.
-  void expect(const ForgetTokens<A>& in, int64_t first) {
+  void expect(const In& in, int64_t first) {
     next_.kinds = 0;
-    for (const Tokens<const A>& x : {in.q, in.k, in.key_decay, in.removal, in.removal_key}) next_.add(x, first, keys_);
-    for (const Tokens<const A>& x : {in.v, in.value_decay}) next_.add(x, first, values_);
+    for (const Stored<A>& x : {in.q, in.k, in.key_decay, in.removal, in.removal_key}) next_.add(x, first, keys_);
+    for (const Stored<A>& x : {in.v, in.value_decay}) next_.add(x, first, values_);
   }
 
   // A decoding step: the operations of a chunk of one token, in their order, without copies of the state.
-  void forward_token(const ForgetTokens<A>& in, Matrix<const A> initial, A* out, A* retrieved, Matrix<A> final) {
-    const A *query = padded_row(in.q[0], keys_, own_query_), *reader = own_reader_[0], *fade = own_fade_[0];
-    const A* key[kWriters] = {padded_row(in.k[0], keys_, writer_[0].own_key)};
+  void forward_token(const In& in, Matrix<const A> initial, const Stored<A>& out, A* retrieved, Matrix<A> final) {
+    const A *query = token(in.q, keys_, own_query_), *reader = own_reader_[0], *fade = own_fade_[0];
+    const A *key[kWriters] = {token(in.k, keys_, writer_[0].own_key)}, *given = token(in.v, values_, own_value_);
+    if constexpr (kValuesFade) token(in.value_decay, values_, own_value_fade_);
     if (in.key_decay.data)
-      padded_row(in.key_decay[0], keys_, own_fade_);
+      token(in.key_decay, keys_, own_fade_);
     else
       fill(own_fade_[0], keys_, in.head_decay[0]);
     if constexpr (kRemoves) {
-      key[1] = padded_row(in.removal[0], keys_, writer_[1].own_key);
-      padded_row(in.removal_key[0], keys_, own_reader_);
+      key[1] = token(in.removal, keys_, writer_[1].own_key);
+      token(in.removal_key, keys_, own_reader_);
     }
     A with_query[kWriters][kTileRows];  // the first counts
     for_columns<kPanel>(keys_, [&](int64_t i, auto vectors) {
@@ -305,8 +306,8 @@ class ForgetChunk {
         after.add(fade[i], before);
         after.store_to(final.data + i * final.row_stride + j, n);
       };
-      value[0].load_from(in.v[0] + j, n);
-      if constexpr (kValuesFade) of_value.load_from(in.value_decay[0] + j, n);
+      value[0].load_from(given + j, n);
+      if constexpr (kValuesFade) of_value.load_from(own_value_fade_[0] + j, n);
       if constexpr (!kRetrieves && !kValuesFade) value[0].scale(in.rate_at(0));
       RowSums<A, NV, 1> read(keys_), found(keys_);
       A* copied = state_.data;  // contiguous, unlike the rows of a state, which may all lie in a few sets of the cache
@@ -319,7 +320,7 @@ class ForgetChunk {
         if constexpr (kRetrieves) {
           found.total[0].add(reader[i], w);
           w.store_to(copied + i * NV * kLanes<A>, NV * kLanes<A>);
-        } else {
+        } else if (final.data) {
           write(i, w);
         }
       }
@@ -332,29 +333,27 @@ class ForgetChunk {
           value[0].add(A(-1), found.total[0]);
         (kRemoves ? found.total[0] : value[0]).store_to(retrieved + j, n);
         value[0].scale(in.rate_at(0));
-        for (int64_t i = 0; i < keys_; ++i) {
+        for (int64_t i = 0; final.data && i < keys_; ++i) {
           Group<A, NV> w;
           w.load_from(copied + i * NV * kLanes<A>, NV * kLanes<A>);
           write(i, w);
         }
       }
       for (int m = 0; m < kWriters; ++m) read.total[0].add(with_query[m][0], value[m]);
-      read.total[0].store_to(out + j, n);
+      read.total[0].store_to(read_[0] + j, n);
     };
     int64_t j = 0;
     for (; j + 4 * kLanes<A> <= values_; j += 4 * kLanes<A>)
       run_columns(j, std::integral_constant<int, 4>{}, 4 * kLanes<A>);
     for (; j < values_; j += kLanes<A>) run_columns(j, std::integral_constant<int, 1>{}, values_ - j);
+    out.write_from(read_[0], 0, values_);
   }
 
-  A* padded_row(const A* x, int64_t columns, Tokens<A> own) const {
-    for (int64_t i = 0; i < columns; i += kLanes<A>) store(own[0] + i, load_part(x + i, columns - i));
-    return own[0];
-  }
+  static A* token(const Stored<A>& x, int64_t columns, Tokens<A> own) { return x.read_to(own[0], 0, columns), own[0]; }
 
   // Everything that needs keys and decays only. Without scores, what the next chunk needs.
   template <bool kScores = true>
-  void prepare(const ForgetTokens<A>& in, int64_t t) {
+  void prepare(const In& in, int64_t t) {
     query_ = input(in.q, t, keys_, own_query_);
     writer_[0].key = input(in.k, t, keys_, writer_[0].own_key);
     reader_ = constant(own_reader_), fade_ = constant(own_fade_);
@@ -511,7 +510,7 @@ class ForgetChunk {
   }
 
   // Turn values into sequential writes. Each depends on what the writes before it have left under the token's key.
-  void solve(const ForgetTokens<A>& in, int64_t first, Tokens<A> error) {
+  void solve(const In& in, int64_t first, Tokens<A> error) {
     const Tokens<const A> given = input(in.v, first, values_, own_value_);
     for_columns<kPanel>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
@@ -552,8 +551,8 @@ class ForgetChunk {
   }
 
   // The same values from what the forward pass has stored.
-  void load_values(const ForgetTokens<A>& in, Tokens<const A> retrieved, int64_t first) {
-    error_ = input(erases == Erases::kKey ? retrieved : in.v, first, values_, own_value_);
+  void load_values(const In& in, Tokens<const A> retrieved, int64_t first) {
+    error_ = input(erases == Erases::kKey ? Stored<A>(retrieved) : in.v, first, values_, own_value_);
     if constexpr (kValuesFade) {
       value_fade_ = input(in.value_decay, first, values_, own_value_fade_);
       for (int64_t t = count_; t < rows_; ++t) fill(own_value_fade_[t], values_, 1);
@@ -665,8 +664,7 @@ class ForgetChunk {
 
   // The gradients of the chunk's tokens, and of the state before it if `needed`, from d_out and that of the state after
   // it. `empty`: the state before it is zero.
-  void differentiate(const ForgetTokens<A>& in, int64_t first, bool empty, Tokens<const A> d_out,
-                     const ForgetGradients<A>& to, bool needed) {
+  void differentiate(const In& in, int64_t first, bool empty, const Stored<A>& d_out, const Gradients& to, bool needed) {
     d_read_ = input(d_out, first, values_, own_d_read_);
     d_query_ = output(to.q, first, keys_, own_d_query_), d_fade_ = output(to.key_decay, first, keys_, own_d_fade_);
     d_reader_ = kRemoves ? output(to.removal_key, first, keys_, own_d_reader_) : own_d_reader_;
@@ -772,7 +770,7 @@ class ForgetChunk {
   }
 
   // The gradients of written values and of retrieved ones, from the last token back.
-  void solve_back(const ForgetTokens<A>& in, int64_t first) {
+  void solve_back(const In& in, int64_t first) {
     for_columns<kNarrow>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
       constexpr int64_t width = NV * kLanes<A>;
@@ -911,7 +909,8 @@ class ForgetChunk {
     });
   }
 
-  void store_gradients(const ForgetTokens<A>& in, int64_t first, const ForgetGradients<A>& to) {
+  void store_gradients(const In& in, int64_t first, const Gradients& to) {
+    const Tokens<A> d_value = output(to.v, first, values_, own_d_value_);
     for (int64_t t = 0; t < count_; ++t) {
       if constexpr (erases == Erases::kKey)  // y_t = f_t * k_t
         for (int64_t i = 0; i < keys_; i += kLanes<A>) {
@@ -924,8 +923,9 @@ class ForgetChunk {
       const A rate = rate_at(in, first, t);
       if constexpr (!kValuesFade)
         for (int64_t j = 0; j < values_; j += kLanes<A>)
-          store_part(to.v[first + t] + j, load(writer_[0].d_value[t] + j) * rate, values_ - j);
+          store(d_value[t] + j, load(writer_[0].d_value[t] + j) * rate);
     }
+    if constexpr (!kValuesFade) deliver(own_d_value_, values_, to.v, first);
     deliver(own_d_query_, keys_, to.q, first);
     deliver(own_d_fade_, keys_, to.key_decay, first);
     deliver(writer_[0].own_d_key, keys_, to.k, first);

@@ -28,7 +28,7 @@ struct ForgetForwardSquare {
   const int64_t length;
   const ForgetTokens<A> in;
   Tokens<A> out;
-  A* states;  // the state after each whole chunk
+  A* states;  // the state after each whole chunk; may be null
 
   void run() const {
     Square<A> state(block);
@@ -42,7 +42,7 @@ struct ForgetForwardSquare {
       const A* key = in.k[t];
       FWP_UNROLL for (int i = 0; i < kLanes<A>; ++i) state.row[i] = state.row[i] * fade.of(i) + key[i] * value;
       store(out[t], state.read(in.q[t]));
-      if ((t + 1) % kKeptEvery == 0) to = state.store_to(to);
+      if (to && (t + 1) % kKeptEvery == 0) to = state.store_to(to);
     }
     state.store_to(block);
   }

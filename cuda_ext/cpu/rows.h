@@ -5,74 +5,9 @@
 #include <cmath>
 #include <limits>
 
-#include "simd.h"
+#include "bfloat16.h"
 
 namespace fwp {
-
-struct BFloat16 {
-  uint16_t bits;  // the upper half of a float32's
-};
-
-// What is computed in: float32 for bfloat16.
-template <typename T>
-struct ArithmeticOf {
-  using type = T;
-};
-template <>
-struct ArithmeticOf<BFloat16> {
-  using type = float;
-};
-template <typename T>
-using Arithmetic = typename ArithmeticOf<T>::type;
-
-using Words = Vector<uint32_t>;
-typedef uint16_t HalfWords __attribute__((vector_size(kVectorBytes / 2)));
-
-template <typename To, typename From>
-FWP_INLINE To same_bits(From x) {
-  static_assert(sizeof(To) == sizeof(From));
-  To y;
-  std::memcpy(&y, &x, sizeof y);
-  return y;
-}
-
-FWP_INLINE HalfWords load_half(const BFloat16* p) {
-  HalfWords x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-FWP_INLINE void store_half(BFloat16* p, HalfWords x) { std::memcpy(p, &x, sizeof x); }
-__attribute__((noinline)) inline HalfWords load_fewer(const BFloat16* p, int64_t n) {
-  BFloat16 part[kLanes<float>] = {};
-  for (int64_t i = 0; i < n; ++i) part[i] = p[i];
-  return load_half(part);
-}
-__attribute__((noinline)) inline void store_fewer(BFloat16* p, HalfWords x, int64_t n) {
-  BFloat16 part[kLanes<float>];
-  store_half(part, x);
-  for (int64_t i = 0; i < n; ++i) p[i] = part[i];
-}
-
-// The first n numbers at p, at most a vector, followed by zeros.
-template <typename A>
-FWP_INLINE Vector<A> read(const A* p, int64_t n) {
-  return load_part(p, n);
-}
-FWP_INLINE Vector<float> read(const BFloat16* p, int64_t n) {
-  return same_bits<Vector<float>>(__builtin_convertvector(n >= kLanes<float> ? load_half(p) : load_fewer(p, n), Words) << 16);
-}
-
-template <typename A>
-FWP_INLINE void write(A* p, Vector<A> x, int64_t n) {
-  store_part(p, x, n);
-}
-// Rounded to the nearest, and of two to the even one; NaN stays NaN.
-FWP_INLINE void write(BFloat16* p, Vector<float> x, int64_t n) {
-  const Words bits = same_bits<Words>(x), is_nan = same_bits<Words>(x != x);
-  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const HalfWords half = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), HalfWords);
-  n >= kLanes<float> ? store_half(p, half) : store_fewer(p, half, n);
-}
 
 // e^x = 2^n e^r with |r| <= log(2) / 2, whose series to degree 7 leaves out r^8 / 8! < 6e-9. It is at least e^-87, and
 // infinite above e^88.

@@ -58,6 +58,7 @@ class Inputs(NamedTuple):
     state: Tensor | None = None
     first: Tensor | None = None
     erases: bool = False
+    keeps: bool = True  # whether a backward pass may follow: without one, kernels keep no states for it
 
     @property
     def tokens(self) -> tuple[Tensor, ...]:
@@ -68,7 +69,7 @@ class Inputs(NamedTuple):
     def keeps_states(self) -> bool:
         """Whether kernels keep states for the backward pass."""
         forgets = self.decay is not None or self.value_decay is not None
-        return forgets or self.removal_key is not None or (self.rate is not None and not self.erases)
+        return self.keeps and (forgets or self.removal_key is not None or (self.rate is not None and not self.erases))
 
 
 def fast_weights(
@@ -90,7 +91,9 @@ def fast_weights(
         if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
             # There, only kernels with decays take several documents.
             decay = q.new_ones(()).expand(v.shape[:3])
-    out, memory, *_ = _forward(q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases)
+    given = (q, k, v, decay, value_decay, rate, removal_key, removal, state, first)
+    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in given if x is not None)
+    out, memory, *_ = _forward(*given, erases, keeps or q.is_cuda)  # kernels on a GPU read the states that they keep
     return out, memory
 
 
@@ -122,14 +125,14 @@ def _check(inputs: Inputs) -> None:
     check_arguments("fast_weights", tensors, inputs.state, inputs.first)
 
 
-@define("fast_weights", f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> ({', '.join(['Tensor'] * 5)})")
+@define("fast_weights", f"(Tensor q, Tensor k, Tensor v, {SCHEMA}, bool keeps=True) -> ({', '.join(['Tensor'] * 5)})")
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return out, the new state, and three tensors for the backward pass, empty if they are not needed.
 
     retrieved: (B, H, L, Dv) in the state's dtype. From kernels: the errors v_t - k_t W' of a rule that erases, or the
         y_t W_{t-1} of a rule that removes. Here: v of a rule that erases, otherwise uninitialised.
-    kept: (B, H, L // KEPT_EVERY, Dk, Dv), states from kernels, unless the rule only adds or only corrects. Here:
-        uninitialised.
+    kept: (B, H, L // KEPT_EVERY, Dk, Dv), states from kernels, unless the rule only adds or only corrects, or `keeps`
+        is False. Here: uninitialised.
     segments: (B, H, segments, Dk + Dv, Dk), from kernels on a GPU's tensor cores, which compute segments of a sequence
         side by side: the state before each, and its transition. Here: uninitialised.
     """
@@ -212,14 +215,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.erases = named.erases
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*named._replace(v=None if named.erases else named.v)[:-1], *output[2:])
+    ctx.save_for_backward(*named._replace(v=None if named.erases else named.v)[:-2], *output[2:])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, *_: None) -> tuple[Any, ...]:
     *tensors, retrieved, kept, segments = ctx.saved_tensors
     grads = _backward(*tensors, ctx.erases, retrieved, kept, segments, grad_out, grad_state)
     needed = ctx.needs_input_grad[:9]
-    return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), None, None
+    return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), None, None, None
 
 
 torch.library.register_autograd(_forward, _differentiate, setup_context=_setup_context)

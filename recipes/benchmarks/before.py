@@ -1,11 +1,13 @@
 """Compare an earlier version with this one: `python before.py FOLDER`, a checkout whose recipes/setup.sh has run.
 
-Measured are the kernels at the shapes of operators.py and at those of today's models or, with `--models`, whole models:
-a training step and decoding token by token. float32, CPU time of one thread. Each installation runs in a separate
+Measured are the kernels at the shapes of operators.py and at those of today's models; with `--bfloat16` those that
+forget, in both dtypes; with `--models` whole models: a training step and decoding token by token. float32 where nothing
+else is said, CPU time of one thread. Each installation runs in a separate
 process. They take turns, so that a slow moment affects both. Each round has a product of matrices, today's floor.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -60,6 +62,18 @@ def kernel_calls():
     for where, shape in STEPS.items():
         state = torch.randn(shape[0], 8, 64, 64)
         found |= {(f"{name}, {STEP}", where): inputs.step(name, inputs.draw(name, shape), state) for name in RULES}
+    return found
+
+
+def bfloat16_calls():
+    """Return the same for rules that forget, at the shapes of today's models, in float32 and in bfloat16."""
+    found = {}
+    for (where, shape), dtype in itertools.product(TODAY.items(), (torch.float32, torch.bfloat16)):
+        gradient, kind = torch.randn(*shape[:3], shape[4]).to(dtype), str(dtype).removeprefix("torch.")
+        for name in FORGETTING:
+            rule, chosen = inputs.call(name), inputs.leaves(name, shape, dtype)
+            found[f"{name}, {kind}, {TRAINING}", where] = partial(inputs.training_step, rule, chosen, gradient)
+            found[f"{name}, {kind}, {FORWARD}", where] = partial(rule, *(x.detach() for x in chosen))
     return found
 
 
@@ -164,6 +178,16 @@ def shares(record):
     return rows
 
 
+def in_bfloat16(record):
+    """Return the rows of bfloat16 over float32."""
+    rows = []
+    for where, name, stage in itertools.product(TODAY, FORGETTING, (FORWARD, TRAINING)):
+        over, under = ((where, f"{name}, {kind}, {stage}", "now") for kind in ("bfloat16", "float32"))
+        goal = Goal(f"{name}, bfloat16 over float32, {stage}", where, 1, at_most=True)
+        rows.append(compare(record, goal, over, under))
+    return rows
+
+
 def goals(record):
     calls = dict.fromkeys((row[1], row[0]) for row in record.rows if row[2] == "now")
     return [
@@ -175,22 +199,26 @@ def goals(record):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="checkout of the earlier version")
+    parser.add_argument("--bfloat16", action="store_true", help="compare rules that forget in float32 and in bfloat16")
     parser.add_argument("--models", action="store_true", help="compare whole models instead of kernels")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(model_calls() if args.models else kernel_calls())
+        serve(model_calls() if args.models else bfloat16_calls() if args.bfloat16 else kernel_calls())
         return
     if args.folder is None:
         parser.error("the argument folder must be given: a checkout of the earlier version")
     record = Record()
     record.note("provenance", provenance())
     torch.set_num_threads(1)
-    measure(record, args.folder, ["--models"] if args.models else [])
+    flags = [*["--models"] * args.models, *["--bfloat16"] * args.bfloat16]
+    measure(record, args.folder, flags)
     commit = subprocess.run(["git", "-C", args.folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    text = f"Time now / time before, {commit.stdout.strip() or 'a version'}; CPU time of one thread, float32.\n"
+    text = f"Time now / time before, {commit.stdout.strip() or 'a version'}; CPU time of one thread.\n"
     if args.models:
         publish("before_models", record, goals(record), text)
+    elif args.bfloat16:
+        publish("before_bfloat16", record, goals(record) + in_bfloat16(record), text)
     else:
         publish("before", record, goals(record) + shares(record), text)
 

@@ -36,6 +36,7 @@ ON_CUDA = ("cuda.cpp", "cuda_map.cpp", "cuda_tensors.h")
 # The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
 TESTS = {
     **dict.fromkeys((f"cuda_ext/bindings/{name}" for name in ON_CUDA), "emulator/test_binding.py"),
+    **dict.fromkeys(("cuda_ext/cpu/amx.h", "cuda_ext/cpu/forget_tiles.h"), "kernels/test_tiles.py"),
     "cuda_ext": "laws/test_operators.py ops laws modules",
     "fairseq_fwp/cli": "cli evaluation test_commands.py",
     "fairseq_fwp/convert": "convert test_pretrained.py",

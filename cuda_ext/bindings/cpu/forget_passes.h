@@ -3,12 +3,13 @@
 
 #include "../../cpu/forget_chunk.h"
 #include "../../cpu/forget_square.h"
+#include "../../cpu/forget_tiles.h"
 #include "passes.h"
 
 namespace fwp::cpu {
 
-// Token tensors by heads. An absent member is null.
-template <typename A, typename Tokens_>
+// Token tensors by heads, as Of has their tokens. An absent member is null.
+template <typename A, typename Of>
 struct ForgetHeads {
   const Heads<A> q, k, v, key_decay, value_decay, head_decay, rate, removal, removal_key;
 
@@ -17,17 +18,23 @@ struct ForgetHeads {
         rate(x.rate), removal(x.removal), removal_key(x.removal_key) {}
 
   // The tokens of head h, from key column i and value column j on.
-  Tokens_ at(int64_t h, int64_t i, int64_t j) const {
-    Tokens_ x;
-    x.q = q.tokens(h).from(i);
-    x.k = k.tokens(h).from(i);
-    x.v = v.tokens(h).from(j);
-    x.key_decay = key_decay.tokens(h).from(i);
-    x.value_decay = value_decay.tokens(h).from(j);
+  Of at(int64_t h, int64_t i, int64_t j) const {
+    const auto vectors = [&](const Heads<A>& x) {
+      if constexpr (std::is_same_v<decltype(Of::q), Stored<std::remove_const_t<A>>>)
+        return x.stored(h);
+      else
+        return x.tokens(h);
+    };
+    Of x;
+    x.q = vectors(q).from(i);
+    x.k = vectors(k).from(i);
+    x.v = vectors(v).from(j);
+    x.key_decay = vectors(key_decay).from(i);
+    x.value_decay = vectors(value_decay).from(j);
     x.head_decay = head_decay.rates(h);
     x.rate = rate.rates(h);
-    x.removal = removal.tokens(h).from(i);
-    x.removal_key = removal_key.tokens(h).from(i);
+    x.removal = vectors(removal).from(i);
+    x.removal_key = vectors(removal_key).from(i);
     return x;
   }
 };
@@ -35,6 +42,13 @@ template <typename A>
 using InputHeads = ForgetHeads<const A, ForgetTokens<A>>;
 template <typename A>
 using GradientHeads = ForgetHeads<A, ForgetGradients<A>>;
+
+// The columns of the states of head h from j on; null if none are kept.
+template <typename A>
+Tokens<A> kept_states(const Heads<A>& kept, const Lengths& size, int64_t h, int64_t j = 0) {
+  A* const data = kept.tokens(h).data;
+  return {data ? data + j : nullptr, size.Dv};
+}
 
 // Columns of a block in the backward pass: two vectors if there are enough registers.
 inline int64_t backward_width(const Lengths& size, int64_t item) {
@@ -67,7 +81,7 @@ void forget_scan(const Forward& pass) {
                                    of.at(h, 0, j),
                                    out.tokens(h).from(j),
                                    retrieved.tokens(h).from(j),
-                                   {kept.tokens(h).data + j, size.Dv},
+                                   kept_states(kept, size, h, j),
                                    work + size.Dk * block.kWidth};
       if constexpr (NV == 4 && !wide)
         scan.run_token();
@@ -221,18 +235,14 @@ void retrieve_scan_backward(const Backward& pass) {
   forget_scan_backward<fades, erases>(scan, d_retrieved);
 }
 
-// Whether tokens are processed in chunks. It depends only on the sizes of a head.
-inline bool in_chunks(const Lengths& size) { return std::min(size.Dk, size.Dv) >= kLeastChunked; }
-
 // Call f(head, first column, number of columns, chunk) on threads; columns are divided if there are more threads than
 // heads, which changes no bit.
 template <typename Chunk, typename F>
 void for_chunk_heads(const Lengths& size, bool divide, F f) {
   using A = typename Chunk::Number;
-  constexpr int64_t panel = Chunk::kPanel * kLanes<A>;
-  const int64_t heads = size.B * size.H, panels = blocks_of(size.Dv, panel);
+  const int64_t heads = size.B * size.H, panels = blocks_of(size.Dv, Chunk::kColumns);
   const int64_t wanted = heads && divide ? (at::get_num_threads() + heads - 1) / heads : 1;
-  const int64_t width = blocks_of(panels, std::min(wanted, panels)) * panel, parts = blocks_of(size.Dv, width);
+  const int64_t width = blocks_of(panels, std::min(wanted, panels)) * Chunk::kColumns, parts = blocks_of(size.Dv, width);
   // As in for_blocks: a thread costs as much as 2^18 updates of an element.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * size.Dk * width));
   at::parallel_for(0, heads * parts, grain, [&](int64_t begin, int64_t end) {
@@ -249,32 +259,47 @@ void for_chunk_heads(const Lengths& size, bool divide, F f) {
 template <typename A, Fades fades, Erases erases>
 using ChunkOf = ForgetChunk<A, fades == Fades::kHead ? Fades::kKey : fades, erases>;
 
+// Call run(kind of chunks, arguments that they have before others). A decoding step in bfloat16 has no use for tiles.
+template <typename A, Fades fades, Erases erases, typename Pass, typename F>
+void run_chunks(const Pass& pass, F run) {
+  if constexpr (fades == Fades::kHead && std::is_same_v<A, float>)
+    if (pass.in.q.item == sizeof(BFloat16) && pass.size.L > 1)
+      if (const TileUnit* unit = TileUnit::chosen()) return run(std::type_identity<ForgetTiles<erases>>{}, *unit);
+  run(std::type_identity<ChunkOf<A, fades, erases>>{});
+}
+
 template <Fades fades, Erases erases>
 void chunk_forward(const Forward& pass) {
   FWP_DISPATCH(pass.item, {
-    const InputHeads<A> of(pass.in);
+    const ForgetHeads<const A, ForgetTokens<A, Stored<A>>> of(pass.in);
     const Heads<const A> initial(pass.initial);
     const Heads<A> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
-    for_chunk_heads<ChunkOf<A, fades, erases>>(pass.size, true, [&](int64_t h, int64_t j, auto& chunk) {
-      chunk.forward(pass.size.L, of.at(h, 0, j), initial.matrix(h, j), out.tokens(h).from(j),
-                    retrieved.tokens(h).from(j), {kept.tokens(h).data + j, pass.size.Dv}, final.matrix(h, j));
-    });
+    const auto run = [&]<typename Chunk>(std::type_identity<Chunk>, const auto&... unit) {
+      for_chunk_heads<Chunk>(pass.size, true, [&](int64_t h, int64_t j, auto& chunk) {
+        chunk.forward(unit..., pass.size.L, of.at(h, 0, j), initial.matrix(h, j), out.stored(h).from(j),
+                      retrieved.tokens(h).from(j), kept_states(kept, pass.size, h, j), final.matrix(h, j));
+      });
+    };
+    run_chunks<A, fades, erases>(pass, run);
   })
 }
 
 template <Fades fades, Erases erases>
 void chunk_backward(const Backward& pass) {
   FWP_DISPATCH(pass.item, {
-    const InputHeads<A> of(pass.in);
-    const GradientHeads<A> to(pass.to);
+    const ForgetHeads<const A, ForgetTokens<A, Stored<A>>> of(pass.in);
+    const ForgetHeads<A, ForgetGradients<A, Stored<A>>> to(pass.to);
     const Heads<const A> initial(pass.initial), d_final(pass.d_final), retrieved(pass.retrieved), kept(pass.kept);
     const Heads<const A> d_out(pass.d_out);
     const Heads<A> d_initial(pass.d_initial);
-    for_chunk_heads<ChunkOf<A, fades, erases>>(pass.size, false, [&](int64_t h, int64_t, auto& chunk) {
-      chunk.backward(pass.size.L, of.at(h, 0, 0), initial.matrix(h, 0), retrieved.tokens(h),
-                     {kept.tokens(h).data, pass.size.Dv}, d_out.tokens(h), d_final.matrix(h, 0), to.at(h, 0, 0),
-                     d_initial.matrix(h, 0));
-    });
+    const auto run = [&]<typename Chunk>(std::type_identity<Chunk>, const auto&... unit) {
+      for_chunk_heads<Chunk>(pass.size, false, [&](int64_t h, int64_t, auto& chunk) {
+        chunk.backward(unit..., pass.size.L, of.at(h, 0, 0), initial.matrix(h, 0), retrieved.tokens(h),
+                       kept_states(kept, pass.size, h), d_out.stored(h), d_final.matrix(h, 0), to.at(h, 0, 0),
+                       d_initial.matrix(h, 0));
+      });
+    };
+    run_chunks<A, fades, erases>(pass, run);
   })
 }
 

@@ -53,11 +53,15 @@ void for_documents(const Tensor& first, F f) {
 struct Device {
   static constexpr at::DeviceType kType = at::kCPU;
   static constexpr bool kTokensFirst = false;
-  static std::optional<at::ScalarType> computed(const Tensor& q) { return state_type(q); }
+  // Chunks read and write vectors in bfloat16 themselves.
+  static Taken taken(Rule rule, const Lengths& size, const Tensor& q) {
+    const bool chunks = rule != Rule::sum && rule != Rule::delta && in_chunks(size);
+    return {chunks && q.scalar_type() == at::kBFloat16 ? at::kBFloat16 : state_type(q), state_type(q)};
+  }
   static int64_t segments(const Pass&) { return 0; }
 
   static void run(const ForwardPass& x) {
-    const Forward pass{x.size, x.out.element_size(), views(x.in, x.size), view(x.state), view(x.out), view(x.last),
+    const Forward pass{x.size, x.last.element_size(), views(x.in, x.size), view(x.state), view(x.out), view(x.last),
                        view(x.retrieved), view(x.kept)};
     const auto run = [&](const Forward& part) { with_rule(x.rule, [&](auto rule) { forward<rule()>(part); }); };
     if (!x.first.defined() || x.size.L == 0) return run(pass);
@@ -70,8 +74,8 @@ struct Device {
   static void run(const BackwardPass& x) {
     const Tensor d_out = x.d_out.defined() ? x.d_out : at::zeros(x.size.values(), x.in.q.options());
     const Tensor d_state = x.d_state.defined() ? prepare(x.d_state) : Tensor();
-    const Backward pass{x.size, d_out.element_size(), views(x.in, x.size), view(x.state), view(x.retrieved), view(x.kept),
-                        view(d_out), view(d_state), x.to.map(view), view(x.d_initial)};
+    const Backward pass{x.size, int64_t(c10::elementSize(x.state_type)), views(x.in, x.size), view(x.state),
+                        view(x.retrieved), view(x.kept), view(d_out), view(d_state), x.to.map(view), view(x.d_initial)};
     const auto run = [&](const Backward& part) { with_rule(x.rule, [&](auto rule) { backward<rule()>(part); }); };
     if (!x.first.defined() || x.size.L == 0) return run(pass);
     if (x.d_initial.defined()) x.d_initial.zero_();

@@ -5,10 +5,14 @@
 
 namespace fwp::cpu {
 
+// Whether rules that forget process tokens in chunks: with fewer keys or values, the recurrent form is faster. It depends
+// only on the sizes of a head.
+inline bool in_chunks(const Lengths& size) { return std::min(size.Dk, size.Dv) >= 48; }
+
 // Inputs and results of a forward pass. `initial` may be undefined.
 struct Forward {
   Lengths size;
-  int64_t item;  // bytes of a number in every tensor
+  int64_t item;  // bytes of a number in every tensor, but for vectors of tokens in bfloat16 that are processed in chunks
   TokenViews in;
   View initial, out, final, retrieved, kept;
 
@@ -32,7 +36,7 @@ struct Forward {
 // Inputs and results of a backward pass. `d_initial` and members of `to` are undefined if the gradient is not needed.
 struct Backward {
   Lengths size;
-  int64_t item;  // bytes of a number in every tensor
+  int64_t item;  // as in Forward
   TokenViews in;
   View initial, retrieved, kept, d_out, d_final;
   TokenViews to;
