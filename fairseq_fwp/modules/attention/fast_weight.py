@@ -92,18 +92,17 @@ class FastWeightAttention(Attention):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        key_dim = head_size(embed_dim, num_heads, key_dim)
-        value_dim = head_size(embed_dim, num_heads, value_dim, "value_dim")
-        value_heads = heads_of_values(num_heads, value_heads)
+        self.key_dim = key_dim = head_size(embed_dim, num_heads, key_dim)
+        self.head_dim = value_dim = head_size(embed_dim, num_heads, value_dim, "value_dim")
+        self.num_heads = num_heads
+        self.value_heads = value_heads = heads_of_values(num_heads, value_heads)
         rule = find_rule(update_rule)
         check_map(feature_map, key_dim)
-        self.num_heads, self.value_heads = num_heads, value_heads
-        self.key_dim, self.head_dim = key_dim, value_dim
         self.feature_map = feature_map
         dims, values = (feature_map.feature_dim, value_dim), value_heads * value_dim
         self.mixed_columns = [(1 + rule.steps) * num_heads * key_dim, rule.steps * values]
-        of_gates = sum(gate.columns(value_heads, *dims) for gate in rule.gates)
-        self.in_proj = nn.Linear(embed_dim, sum(self.mixed_columns) + of_gates, bias=False)
+        columns = [*self.mixed_columns, *(gate.columns(value_heads, *dims) for gate in rule.gates)]
+        self.in_proj = nn.Linear(embed_dim, sum(columns), bias=False)
         self.bias = nn.Parameter(torch.zeros(sum(self.mixed_columns))) if bias else None
         self.gates = Gates(rule, update_rule, value_heads, dims, bias, negative_eigenvalues, decay_lower_bound)
         # Parameters have the names and the order that they have in checkpoints and in the states of optimizers.
@@ -112,8 +111,7 @@ class FastWeightAttention(Attention):
             attention_normalization.check_rule(update_rule, rule)
         of_sum, of_attention = fit_normalizations(feature_map, sum_normalization, attention_normalization)
         of_length = LengthNormalization(l2_normalization_epsilon)
-        norms = (of_sum, of_length if l2_normalization else None)
-        self.key_normalizations = [norm for norm in norms if norm is not None]
+        self.key_normalizations = [norm for norm in (of_sum, of_length if l2_normalization else None) if norm]
         self.memory = Memory(rule, of_attention, backend)
         self.query_scale = dims[0] ** -0.5 if scale_queries else 1.0
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.

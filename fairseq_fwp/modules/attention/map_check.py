@@ -34,7 +34,7 @@ class MapCheck:
     """The kernel, as `check_in_child` takes it next to the rules."""
 
     name = projection.NAME
-    family = True  # it has a kernel
+    has_kernel = True
 
     def compare(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Compared]:
         """Yield results of the kernel, those of PyTorch in float64, and the dtype; nothing on a device without it."""
