@@ -17,6 +17,24 @@ Sample: TypeAlias = dict[str, Any]  # a batch of fairseq's, by the names that it
 STARTS = END, WORD = "end", "word"
 
 
+class Segment(TypedDict):
+    """What a batch of streams says of its rows, next to fairseq's entries, to who carries their state.
+
+    segment: the number of blocks that the streams have read; last: whether these are the last ones; streams: their
+    numbers; fresh: whether the block begins a stream or a document, and so is read without a state.
+    """
+
+    segment: int
+    last: bool
+    streams: list[int]  # lists, not tensors: they are read on the CPU, wherever fairseq moves the batch
+    fresh: list[bool]
+
+
+def segment_of(sample: Sample) -> Segment | None:
+    """Return what a batch says of its rows; None: there is no stream in it."""
+    return cast(Segment, sample) if "segment" in sample else None
+
+
 class State(Protocol):
     """What a decoder has read, in every row. Nobody else looks inside; in its place, None means that nothing was read.
 

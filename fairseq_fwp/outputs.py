@@ -70,3 +70,11 @@ def one_sentence(command: str) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more, and complains
     if failure or unwritten:
         sys.exit(f"{command}: {failure or f'standard output cannot be written: {unwritten}'}")
+
+
+def system_reason(error: BaseException) -> str:
+    """Return the operating system's reason for an error: the message of torch's writer only gives a position."""
+    cause: BaseException | None = error
+    while cause is not None and not getattr(cause, "strerror", None):
+        cause = cause.__cause__ or cause.__context__
+    return getattr(cause, "strerror", None) or str(error).partition("\n")[0]

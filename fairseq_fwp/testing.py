@@ -24,7 +24,7 @@ def check_rule(rule: Rule, seed: int = 0) -> None:
     - A sequence can be split anywhere if its state is carried.
     - Documents in one sequence, sequences and heads are independent of each other.
     - Every gate has an effect, and gradients equal finite differences.
-    - A ``family`` gives the same results as the step.
+    - As a case of ``fast_weights`` it gives the same results as the step.
 
     The rule's use in a layer, such as ``at_padding`` of its gates, is not checked.
     """
@@ -124,7 +124,7 @@ def _check_independence(rule: Rule, inputs: dict[str, Any]) -> None:
             one = {name: x.narrow(axis, index, 1) for name, x in inputs.items()}
             expected = tuple(x.narrow(axis, index, 1) for x in results)
             assert_close(rule(**one), expected, msg=f"{parts} must be independent of each other")
-    same = "the family must give the same results as the step"
+    same = "the case of fast_weights must give the same results as the step"
     assert_close(results, rule(**inputs, backend="reference"), msg=same)
 
 

@@ -36,7 +36,7 @@ ROOMS = {
     "former_states": {"torch"} | {f"fairseq_fwp.{room}" for room in ("fast_weight_layer", "models", "modules")},
     # Of a model they only use what `decoding` names.
     "evaluation": {"torch", "fairseq_fwp.decoding", "fairseq_fwp.modules.onednn"},
-    "tasks": BASE | {"fairseq_fwp.decoding"},
+    "tasks": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.patches"},
     "distillation": BASE
     | {f"fairseq_fwp.{room}" for room in ("decoding", "evaluation", "modules", "ops", "pretrained")},
     "pretrained": BASE | {f"fairseq_fwp.{room}" for room in ("decoding", "models", "ops", "patches")} | {"safetensors"},

@@ -16,7 +16,7 @@ from support.small_models import MODELS, SMALL, build, log_probs, make_dictionar
 
 import fairseq_fwp
 from fairseq_fwp.cli.convert import main
-from fairseq_fwp.patches.checkpoints import KEY, fingerprints
+from fairseq_fwp.patches.hooks import KEY, fingerprints
 
 FAST = ("sum_favor", "delta", "Gated DeltaNet", "local last", "adaptive inputs", "same length", "XL, mapped")
 LENGTH, VOCABULARY = 20, 50

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fairseq_fwp.outputs import one_sentence, unfinished
+from fairseq_fwp.outputs import one_sentence, system_reason, unfinished
 
 # OpenMP reads this when torch is imported. On a busy machine, threads that spin while they wait take cores from the
 # threads they wait for. On an idle one, threads that sleep at once are as slow. So threads spin for a short time.
@@ -51,8 +51,6 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
     A link stays one. Raises OSError that names the file.
     """
-    from fairseq_fwp.patches.training import system_reason
-
     is_device = path.exists() and not path.is_file()  # such as /dev/stdout
     try:
         with contextlib.nullcontext(path) if is_device else unfinished(path.resolve()) as file:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fairseq_fwp.cli import one_sentence
+from fairseq_fwp.outputs import system_reason
 
 MISSING = 'the package {} must be installed: pip install ".[harness]"'
 
@@ -38,8 +39,6 @@ class SavingLog(logging.LoggerAdapter):
 def nothing_unsaved() -> Iterator[None]:
     """Raise OSError after results that were not saved: the harness itself only warns, and its status is 0."""
     from lm_eval.loggers import evaluation_tracker
-
-    from fairseq_fwp.patches.training import system_reason
 
     log = evaluation_tracker.eval_logger
     evaluation_tracker.eval_logger = saving = SavingLog(log, {})

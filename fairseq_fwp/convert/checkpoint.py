@@ -18,9 +18,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from fairseq_fwp.convert.conversion import Conversion
-from fairseq_fwp.outputs import unfinished
-from fairseq_fwp.patches.checkpoints import KEY, fingerprints
-from fairseq_fwp.patches.training import system_reason
+from fairseq_fwp.outputs import system_reason, unfinished
+from fairseq_fwp.patches.hooks import KEY, fingerprints
 from fairseq_fwp.pretrained.checkpoint import build_filled, check_fit, sketch
 from fairseq_fwp.pretrained.dictionary import DICTIONARY, make_dictionary
 from fairseq_fwp.tasks.lines import LINES

@@ -25,7 +25,7 @@ from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.options import Settings, word
-from fairseq_fwp.patches.checkpoints import KEY
+from fairseq_fwp.patches.hooks import KEY
 from fairseq_fwp.pretrained import OF_TASK, line_start, read_ours
 from fairseq_fwp.pretrained.checkpoint import MARKS
 from fairseq_fwp.pretrained.checkpoint import read as read_checkpoint

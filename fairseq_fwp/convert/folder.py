@@ -18,7 +18,7 @@ from fairseq_fwp.convert.conversion import Conversion, Option, Options
 from fairseq_fwp.convert.vocabulary import given_words
 from fairseq_fwp.decoding import STARTS
 from fairseq_fwp.options import Settings
-from fairseq_fwp.patches.checkpoints import KEY, fingerprints
+from fairseq_fwp.patches.hooks import KEY, fingerprints
 from fairseq_fwp.pretrained.dictionary import DICTIONARY
 from fairseq_fwp.pretrained.folder import CONFIG, WEIGHTS, read_config
 from fairseq_fwp.tasks.lines import line_start

@@ -339,7 +339,7 @@ def _translations() -> dict[OperatorBase, Callable[..., object]]:
         torch.ops.aten.argsort.stable: _argsort,
     }
     for rule in RULES:
-        if rule.family is None:
+        if not rule.has_kernel:
             translations[getattr(torch.ops.fwp, rule.name).default] = partial(_one_token, rule)
     return translations
 

@@ -214,7 +214,7 @@ def check_in_child(rules: Sequence[Any]) -> None:
     """Check rules from a number on, and print each result."""
     _, device, begun = sys.argv
     torch.zeros(1, device=device)  # without this, the first rule would be blamed for a device that does not work
-    for rule in [rule for rule in rules if rule.family][int(begun) :]:
+    for rule in [rule for rule in rules if rule.has_kernel][int(begun) :]:
         _print(rule.name, None)
         try:
             _print(rule.name, _check(rule, torch.device(device)))
@@ -259,7 +259,7 @@ def _compare(rule: Any, device: torch.device) -> Iterator[tuple[dict[str, Tensor
         for first, dtypes in ((None, (torch.bfloat16,)),) if sizes in LONG else usual:
             truth = _results(rule.reference, inputs, torch.float64, torch.device("cpu"), first)
             for dtype in dtypes:
-                yield _results(rule.family, inputs, dtype, device, first), truth, dtype
+                yield _results(rule.by_operator, inputs, dtype, device, first), truth, dtype
 
 
 def _sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
-from fairseq_fwp.modules.attention.fast_weight import OUTPUT_GATES
+from fairseq_fwp.modules.attention.read_out import OUTPUT_GATES
 from fairseq_fwp.modules.feature_maps import DRAWS
 from fairseq_fwp.options import option
 

@@ -127,7 +127,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
                 f"--decoder-update-rule must be softmax or one of {', '.join(UPDATE_RULES)} in translation, got "
                 f"{cfg.decoder_update_rule}"
             )
-        q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
+        q_k, v, *_ = attention.in_proj.weight.split([*attention.columns.values()])
         initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
         return CausalAttention(attention)
 

@@ -58,6 +58,11 @@ class Gate:
         """Return how many numbers a head's gate has, for Dk and Dv."""
         return 1 if self.size is None else resolve(self.size, key_dim, value_dim)
 
+    def columns(self, heads: int, key_dim: int, value_dim: int) -> int:
+        """Return how many columns of a layer's projection the gates of all heads have: W's rank, if it is factored."""
+        dims = (key_dim, value_dim)
+        return heads * self.width(*dims) if self.rank is None else resolve(self.rank, *dims)
+
 
 def resolve(size: Size, key_dim: int, value_dim: int) -> int:
     """Return a size as a number, for Dk and Dv."""

@@ -11,8 +11,8 @@ Schema, fake implementation, checks and autograd of all rules with kernels are h
 of a key, Dv size of a value.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .arguments import (
     PER_VALUE,
     SHARED_KEY,
     Results,
+    Shape,
     check_arguments,
     outer,
     retrieve,
@@ -41,6 +42,7 @@ OPTIONAL = {
     "removal_key": (PER_KEY,),
     "removal": (PER_KEY,),
 }
+Terms: TypeAlias = Mapping[str, str | bool]  # a rule's gate for each optional input that it has, and "erases"
 SCHEMA = ", ".join(f"Tensor? {name}" for name in (*OPTIONAL, "state", "first")) + ", bool erases"
 
 
@@ -95,6 +97,32 @@ def fast_weights(
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in given if x is not None)
     out, memory, *_ = _forward(*given, erases, keeps or q.is_cuda)  # kernels on a GPU read the states that they keep
     return out, memory
+
+
+def case_of(terms: Terms, gates: Mapping[str, tuple[Shape, ...]]) -> Callable[..., Results]:
+    """Return a rule of the family as a function: (q, k, v, *gates, state=, first=) -> results.
+
+    terms: which gate is which term of the equation, such as {"rate": "beta", "erases": True}; gates: as of `Rule`.
+    Raises ValueError for terms that are not in the equation, or not of such gates.
+    """
+    gate_of = {term: str(gate) for term, gate in terms.items() if term != "erases"}
+    for term, gate in gate_of.items():
+        if term not in OPTIONAL or gate not in gates or not {*gates[gate]} <= {*OPTIONAL[term]}:
+            known = ", ".join(f"{name} {' or '.join(map(str, shapes))}" for name, shapes in OPTIONAL.items())
+            raise ValueError(f"as_fast_weights must give gates of these shapes: {known}; got {term!r}: {gate!r}")
+    order, erases = [*gates], bool(terms.get("erases", False))
+    places = {term: order.index(gate) for term, gate in gate_of.items()}
+    # Gates that the operator takes in more shapes than the rule does.
+    narrow = [(order.index(g), len(gates[g][0])) for term, g in gate_of.items() if len(gates[g]) < len(OPTIONAL[term])]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *given: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
+        for place, dimensions in narrow:
+            if given[place].dim() != dimensions:
+                raise ValueError(f"{order[place]} must have {dimensions} dimensions, got {given[place].dim()}")
+        named = {term: given[place] for term, place in places.items()}
+        return fast_weights(q, k, v, **named, state=state, first=first, erases=erases)
+
+    return run
 
 
 def reference_of(inputs: Inputs) -> Callable[..., Results]:

@@ -18,6 +18,7 @@ from ..kernels import self_check
 from ..kernels.backend import require_kernel, too_large
 from . import fla
 from .arguments import PER_VALUE, SHARED_KEY, Results, Shape, check_arguments
+from .fast_weights import Terms, case_of
 from .operator import define, refuse_double_backward
 from .reference import allocate, backward, forward, loop
 
@@ -44,8 +45,9 @@ class Rule:
     step: the definition of the rule: (memory, k_t, v_t, *gates_t) -> memory after token t, all in the state's dtype.
         Memory (B, H, Dk, Dv); a token's key (B, H, Dk), value (B, H, Dv), and gate of one number (B, H, 1).
     gates: names of the arguments between v and state, and the shapes that each may have.
-    family: the rule as a case of ``fast_weights``, which has kernels: (q, k, v, *gates, state=, first=) -> results.
-        None: the step itself runs, and the backward pass runs it again, for one chunk of tokens at a time.
+    as_fast_weights: the rule as a case of ``fast_weights``, which has kernels. It names the gate of each term, such as
+        {"rate": "beta", "erases": True}; or it is a function (q, k, v, *gates, state=, first=) -> results. None: the
+        step itself runs, and the backward pass runs it again, for one chunk of tokens at a time.
     key, value: shapes of k and v.
     """
 
@@ -54,19 +56,25 @@ class Rule:
         name: str,
         step: Callable[..., Tensor],
         gates: Mapping[str, tuple[Shape, ...]] = {},
-        family: Callable[..., Results] | None = None,
+        as_fast_weights: Terms | Callable[..., Results] | None = None,
         key: Shape = SHARED_KEY,
         value: Shape = PER_VALUE,
     ) -> None:
         _check_form(name, step, gates)
-        self.name, self.step, self.gates, self.family, self.key, self.value = name, step, gates, family, key, value
-        self._operator = family or make_operator(self)
+        self.name, self.step, self.gates, self.key, self.value = name, step, gates, key, value
+        self.as_fast_weights = as_fast_weights
+        self.by_operator = _operator_of(self)
         update_wrapper(self, step, assigned=("__module__", "__doc__"), updated=())
         self.__name__ = self.__qualname__ = name
         parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("q", "k", "v", *gates)]
         parameters.append(Parameter("state", Parameter.POSITIONAL_OR_KEYWORD, default=None))
         parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in OPTIONS.items()]
         self.__signature__ = Signature(parameters)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether it is a case of ``fast_weights``, which compiled kernels can compute."""
+        return self.as_fast_weights is not None
 
     def __repr__(self) -> str:
         return f"{self.name}{Signature.from_callable(self)}"
@@ -136,7 +144,7 @@ class Rule:
         compute = self._choose(backend, tokens[0], tokens[2])
         # On small inputs the checks cost several times as much as the kernel, which checks its arguments itself. So
         # they only run after it fails, to explain the error. (Some rules would take None for another rule.)
-        if compute is not self._operator or torch.compiler.is_compiling() or any(x is None for x in tokens):
+        if compute is not self.by_operator or torch.compiler.is_compiling() or any(x is None for x in tokens):
             self.check(*tokens, state=state, first=first)
             return compute(*tokens, state=state, first=first)
         if forward_ad._current_level >= 0:
@@ -161,14 +169,14 @@ class Rule:
         if backend == "reference" or not isinstance(q, Tensor) or not isinstance(v, Tensor):  # which `check` refuses
             return self.reference
         required = backend == "kernel"
-        if required and self.family is None:
+        if required and not self.has_kernel:
             raise RuntimeError(f"{self.name} has no compiled kernel: use backend='auto' or 'reference'")
         if required:
             require_kernel(q.device.type)
-        checked = self.family is not None and q.device.type in self_check.CHECKED
+        checked = self.has_kernel and q.device.type in self_check.CHECKED
         if too_large(q, v, required) or (checked and self_check.distrusted(self.name, str(q.device), required)):
             return self.reference
-        return self._operator
+        return self.by_operator
 
     def _run_pieces(
         self, tokens: list[Tensor], state: Tensor | None, first: Tensor | None, backend: str, ends: list[int]
@@ -251,6 +259,12 @@ def _free_name(name: str) -> str:
         number += 1
         free = f"{name}_{number}"
     return free
+
+
+def _operator_of(rule: Rule) -> Callable[..., Results]:
+    """Return the rule by the family's operator, or by one of its own: (q, k, v, *gates, state=, first=) -> results."""
+    case = rule.as_fast_weights
+    return make_operator(rule) if case is None else case if callable(case) else case_of(case, rule.gates)
 
 
 def make_operator(rule: Rule) -> Callable[..., Results]:

@@ -23,25 +23,25 @@ from .arguments import (
     retrieve,
     state_dtype,
 )
-from .fast_weights import fast_weights
+from .fast_weights import Terms, fast_weights
 from .rule import Rule
 
 RULES: list[Rule] = []  # in the order of this page
 
 
 def rule(
-    family: Callable[..., Results] | None = None, **gates: tuple[Shape, ...]
+    as_fast_weights: Terms | Callable[..., Results] | None = None, **gates: tuple[Shape, ...]
 ) -> Callable[[Callable[..., Tensor]], Rule]:
     """Turn a step into the rule of its name. Arguments as of `Rule`."""
 
     def decorate(step: Callable[..., Tensor]) -> Rule:
-        RULES.append(Rule(step.__name__, step, gates, family))
+        RULES.append(Rule(step.__name__, step, gates, as_fast_weights))
         return RULES[-1]
 
     return decorate
 
 
-@rule(fast_weights)
+@rule(as_fast_weights={})
 def sum_rule(memory: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Add k^T v to the memory, then read it with q: linear attention.
 
@@ -65,7 +65,7 @@ def _gated(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, **options: Any) -> Res
     return fast_weights(q, k, v, decay=gate, rate=torch.rsub(at_least_float32(gate), 1), **options)
 
 
-@rule(_gated, gate=(PER_TOKEN,))
+@rule(gate=(PER_TOKEN,), as_fast_weights=_gated)
 def gated_rule(memory: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
     """Multiply the memory by gate (B, H, L), add (1 - gate) k^T v, then read with q.
 
@@ -80,7 +80,7 @@ def gated_rule(memory: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
     return gate.unsqueeze(-1) * memory + outer((1 - gate) * k, v)
 
 
-@rule(lambda q, k, v, decay, **options: fast_weights(q, k, v, decay=decay, **options), decay=(PER_TOKEN, PER_KEY))
+@rule(decay=(PER_TOKEN, PER_KEY), as_fast_weights={"decay": "decay"})
 def gla_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
     """Multiply the memory by decay, (B, H, L) or (B, H, L, Dk), add k^T v, then read with q: gated linear attention.
 
@@ -96,13 +96,11 @@ def gla_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
     return decay.unsqueeze(-1) * memory + outer(k, v)
 
 
-def _decay(q: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_decay: Tensor, **options: Any) -> Results:
-    if key_decay.dim() != 4:  # the operator takes a decay per head too
-        raise ValueError(f"decay_rule: key_decay must have shape (B, H, L, Dk), got {tuple(key_decay.shape)}")
-    return fast_weights(q, k, v, decay=key_decay, value_decay=value_decay, **options)
-
-
-@rule(_decay, key_decay=(PER_KEY,), value_decay=(PER_VALUE,))
+@rule(
+    key_decay=(PER_KEY,),
+    value_decay=(PER_VALUE,),
+    as_fast_weights={"decay": "key_decay", "value_decay": "value_decay"},
+)
 def decay_rule(memory: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_decay: Tensor) -> Tensor:
     """Multiply the memory by key_decay (B, H, L, Dk) and value_decay (B, H, L, Dv), add k^T v, then read with q.
 
@@ -117,7 +115,7 @@ def decay_rule(memory: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_de
     return outer(key_decay, value_decay) * memory + outer(k, v)
 
 
-@rule(lambda q, k, v, beta, **options: fast_weights(q, k, v, rate=beta, erases=True, **options), beta=(PER_TOKEN,))
+@rule(beta=(PER_TOKEN,), as_fast_weights={"rate": "beta", "erases": True})
 def delta_rule(memory: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     """Write beta (B, H, L) times the difference between v and the value that k retrieves, then read with q.
 
@@ -134,9 +132,9 @@ def delta_rule(memory: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
 
 
 @rule(
-    lambda q, k, v, decay, beta, **options: fast_weights(q, k, v, decay=decay, rate=beta, erases=True, **options),
     decay=(PER_TOKEN, PER_KEY),
     beta=(PER_TOKEN,),
+    as_fast_weights={"decay": "decay", "rate": "beta", "erases": True},
 )
 def gated_delta_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """Multiply the memory by decay, (B, H, L) or (B, H, L, Dk), write as the delta rule does, then read with q.
@@ -249,7 +247,7 @@ def _rwkv7(
     return fast_weights(q, k, v, decay=decay, removal_key=key, removal=removal_rate * key, **options)
 
 
-@rule(_rwkv7, decay=(PER_KEY,), removal_key=(PER_KEY,), removal_rate=(PER_KEY,))
+@rule(decay=(PER_KEY,), removal_key=(PER_KEY,), removal_rate=(PER_KEY,), as_fast_weights=_rwkv7)
 def rwkv7_rule(
     memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal_rate: Tensor
 ) -> Tensor:
@@ -272,12 +270,10 @@ def rwkv7_rule(
 
 
 @rule(
-    lambda q, k, v, decay, removal_key, removal, **options: fast_weights(
-        q, k, v, decay=decay, removal_key=removal_key, removal=removal, **options
-    ),
     decay=(PER_TOKEN, PER_KEY),
     removal_key=(PER_KEY,),
     removal=(PER_KEY,),
+    as_fast_weights={"decay": "decay", "removal_key": "removal_key", "removal": "removal"},
 )
 def dplr_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal: Tensor) -> Tensor:
     """Multiply the memory by decay, subtract under removal what removal_key retrieved, add k^T v, then read with q.
@@ -318,7 +314,7 @@ def _gdn2(
     return out.to(dtype), memory
 
 
-@rule(_gdn2, decay=(PER_TOKEN, PER_KEY), erase=(PER_KEY,), write=(PER_VALUE,))
+@rule(decay=(PER_TOKEN, PER_KEY), erase=(PER_KEY,), write=(PER_VALUE,), as_fast_weights=_gdn2)
 def gdn2_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor) -> Tensor:
     """Multiply the memory by decay, erase and write with a gate per dimension each, then read with q.
 

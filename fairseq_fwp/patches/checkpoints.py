@@ -5,26 +5,23 @@ With another dictionary of the same size, each number would be another word.
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import pickle
 import re
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fairseq_fwp.options import as_given, plain, setting, word
+from fairseq_fwp.options import as_given, setting, word
 from fairseq_fwp.patches.data import check_file
+from fairseq_fwp.patches.hooks import KEY, fingerprints, other_words, remember_options, take_fingerprints
 from fairseq_fwp.patches.patch import patch
 
 TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # the environment variable of torch 2.6 and later
-KEY = "dictionary_fingerprints"
 REMEDY = "copy it again, or use another checkpoint of the same folder"
-OLD_KEY = "dictionaries"  # where HuBERT keeps its dictionaries, as a list
 TENSORS_ONLY = "must hold a tensor for every name, got other objects, such as sparse, nested or quantised tensors"
 SLACK = 2**24  # bytes that a file may need besides its own size
 BEGINNING = ("line_start", "add_bos_token")  # settings of tasks that say what a model reads first
@@ -130,14 +127,6 @@ def explain_other_files(load, path, *args, **kwargs):
         raise
 
 
-class Saved(NamedTuple):
-    """A checkpoint's path, the options of its model, and whether other options were given in evaluation."""
-
-    path: str
-    options: dict[str, Any]
-    overridden: bool
-
-
 @patch("fairseq.checkpoint_utils.load_checkpoint_to_cpu")
 def keep_saved_options(load, path, arg_overrides=None, *args, **kwargs):
     """Give a model the options of its training: with other options, weights load too, but compute something else."""
@@ -145,13 +134,6 @@ def keep_saved_options(load, path, arg_overrides=None, *args, **kwargs):
     trained = load(path, None, *args, **kwargs) if arg_overrides else state
     remember_options(state, trained.get("cfg"), path, bool(arg_overrides))
     return state
-
-
-def remember_options(state: dict[str, Any], cfg: Any, path: str, overridden: bool = False) -> None:
-    """Attach the options of the training to the weights of a checkpoint, where the model's loading looks for them."""
-    options = getattr(cfg, "model", None)
-    if options is not None and isinstance(state.get("model"), OrderedDict):
-        state["model"].saved = Saved(path, plain(options), overridden)
 
 
 @patch("fairseq.checkpoint_utils.load_model_ensemble_and_task")
@@ -249,40 +231,6 @@ def refuse_at_resume(load, self, filename, reset_optimizer=False, *args, **kwarg
     if sentence:
         logger.warning("%s: %s", filename, sentence)
     return extra_state
-
-
-def fingerprints(task: Any) -> dict[str, str]:
-    """Return the size of each dictionary of a task, of a multilingual one by language, and a digest of its words."""
-    from fairseq.data import Dictionary
-
-    dictionaries = {
-        f"dictionary of {language}": found for language, found in (getattr(task, "dicts", None) or {}).items()
-    }
-    for name in () if dictionaries else ("source_dictionary", "target_dictionary"):
-        with contextlib.suppress(AttributeError, NotImplementedError):
-            dictionaries[name] = getattr(task, name)
-    digests = {}
-    for name, dictionary in dictionaries.items():
-        if isinstance(dictionary, Dictionary):
-            digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
-            digests[name] = f"{len(dictionary):,} words, {digest[:12]}"
-    return digests
-
-
-def take_fingerprints(state: dict[str, Any]) -> dict[str, str]:
-    """Remove the fingerprints from a saved state and return them; {} if there are none."""
-    key = KEY if KEY in state else OLD_KEY
-    return state.pop(key) if isinstance(state.get(key), dict) else {}
-
-
-def other_words(task: Any, saved: dict[str, str]) -> str:
-    """Return which dictionary of the training differs from the task's, and how; "" for the same or unknown ones."""
-    now = fingerprints(task) if saved else {}
-    different = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
-    if not different:
-        return ""
-    name = max(different)  # the target's, if both differ
-    return f"the {name.replace('_', ' ')} of the model's training ({saved[name]}), got another ({now[name]})"
 
 
 def difference(task: Any, saved: dict[str, str]) -> str:

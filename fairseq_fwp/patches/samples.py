@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fairseq_fwp.patches.hooks import Divided
 from fairseq_fwp.patches.patch import patch
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def division(iterator: Any) -> str:
     """Return what an iterator calls its division, or the numbers of batches and processes, and a digest of batches."""
     from fairseq.data.iterators import GroupedEpochBatchIterator
 
-    if own_division := getattr(iterator, "division", ""):
-        return own_division
+    if isinstance(iterator, Divided):
+        return iterator.division
     batches = iterator.frozen_batches
     if isinstance(iterator, GroupedEpochBatchIterator):  # of several data sets
         batches = [*chain.from_iterable(batches)]

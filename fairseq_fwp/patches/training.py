@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.options import setting
-from fairseq_fwp.outputs import unfinished
+from fairseq_fwp.outputs import system_reason, unfinished
+from fairseq_fwp.patches.hooks import SavesStates
 from fairseq_fwp.patches.patch import patch
 
 # Number of tries, as in fairseq, and seconds between them: network file systems fail for moments.
@@ -185,7 +186,7 @@ def load_overflows(load_state_dict, self, saved, *args, **kwargs):
 @patch("fairseq.checkpoint_utils.save_checkpoint")
 def save_for_every_process(save_checkpoint, cfg, trainer, epoch_itr, *args, **kwargs):
     """Collect the states of streams in all processes: fairseq asks only the first what a checkpoint must hold."""
-    if hasattr(epoch_itr, "collect_states"):
+    if isinstance(epoch_itr, SavesStates):
         epoch_itr.collect_states(trainer.data_parallel_process_group)
     return save_checkpoint(cfg, trainer, epoch_itr, *args, **kwargs)
 
@@ -367,14 +368,6 @@ def _lock_folder(folder: str) -> None:
         sys.exit(f"--save-dir must be used by one training at a time, {got}")
     except (ImportError, OSError) as error:
         logger.info("%s cannot be locked (%s): use it for one training at a time", folder, system_reason(error))
-
-
-def system_reason(error: BaseException) -> str:
-    """Return the operating system's reason for an error: the message of torch's writer only gives a position."""
-    cause: BaseException | None = error
-    while cause is not None and not getattr(cause, "strerror", None):
-        cause = cause.__cause__ or cause.__context__
-    return getattr(cause, "strerror", None) or str(error).partition("\n")[0]
 
 
 def _not_saved(path: str, error: BaseException) -> OSError:

@@ -16,7 +16,7 @@ from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import STARTS
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.options import Settings, word
-from fairseq_fwp.patches.checkpoints import KEY, take_fingerprints
+from fairseq_fwp.patches.hooks import KEY, take_fingerprints
 from fairseq_fwp.pretrained import folder
 from fairseq_fwp.pretrained.checkpoint import build_filled, read
 from fairseq_fwp.pretrained.dictionary import check_words, dictionary_words, make_dictionary

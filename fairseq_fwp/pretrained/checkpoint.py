@@ -23,16 +23,9 @@ from torch import Tensor, nn
 from fairseq_fwp.models.language_model import TrainedModel
 from fairseq_fwp.ops.arguments import DTYPES
 from fairseq_fwp.options import Settings
-from fairseq_fwp.patches.checkpoints import (
-    KEY,
-    REMEDY,
-    TRUST,
-    NotStoredError,
-    check_stored,
-    remember_options,
-    take_fingerprints,
-)
+from fairseq_fwp.patches.checkpoints import REMEDY, TRUST, NotStoredError, check_stored
 from fairseq_fwp.patches.data import check_file
+from fairseq_fwp.patches.hooks import KEY, remember_options, take_fingerprints
 from fairseq_fwp.pretrained.folder import is_stored
 
 Model = TypeVar("Model", bound=nn.Module)

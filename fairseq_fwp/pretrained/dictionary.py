@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fairseq.data import Dictionary
 
-from fairseq_fwp.patches.checkpoints import other_words
 from fairseq_fwp.patches.data import check_file
+from fairseq_fwp.patches.hooks import other_words
 
 DICTIONARY = "dict.txt"
 MOST_WORDS = 2**28  # bytes of a dictionary or a vocabulary

@@ -59,7 +59,7 @@ class SoftmaxMemory(nn.Module):
     def gate_projections(self, in_features: int) -> nn.ModuleDict:
         return nn.ModuleDict()
 
-    def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: dict[str, Tensor]) -> Tensor:
         """Return the retrieved values (B, Q, S) of the queries."""
         products = k @ q.transpose(1, 2) / math.sqrt(q.shape[-1])
         return distribute(products.softmax(1), values, self.num_values)
@@ -136,14 +136,14 @@ class FastWeightMemory(nn.Module):
         limit = weight.shape[0] ** -0.5
         nn.init.uniform_(weight, -limit, limit)
 
-    def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
-        """Return the retrieved values (B, Q, S); gates: logits (B, L, size), in the order of `gate_projections`."""
+    def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: dict[str, Tensor]) -> Tensor:
+        """Return the retrieved values (B, Q, S); gates: logits (B, L, size), by the names of `gate_projections`."""
         q, k = self._map(q), self._map(k)
-        gates = [self._activate(gate, logits) for gate, logits in zip(self.memory.rule.gates, gates, strict=True)]
+        gates = {gate.name: self._activate(gate, gates[gate.name]) for gate in self.memory.rule.gates}
         if self.write_strength is None:
             out = self._read_matrix(q, k, values, gates)
         else:
-            out = self._read_backwards(q, k, values, gates, self.write_strength(*gates))
+            out = self._read_backwards(q, k, values, gates, self.write_strength(**gates))
         out = out.squeeze(1)
         return functional.layer_norm(out, out.shape[-1:]) if self.norm_read_out else out
 
@@ -158,7 +158,7 @@ class FastWeightMemory(nn.Module):
         activated: Tensor = activation(at_least_float32(logits).unsqueeze(2)).transpose(1, 2)
         return activated if gate.size else activated.squeeze(-1)
 
-    def _read_matrix(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
+    def _read_matrix(self, q: Tensor, k: Tensor, values: Tensor, gates: dict[str, Tensor]) -> Tensor:
         """Return the values (B, 1, Q, S) that queries retrieve from the memory, which all pairs have written."""
         v = functional.one_hot(values, self.num_values).unsqueeze(1).to(k.dtype)
         z = k.sum(2)
@@ -171,7 +171,9 @@ class FastWeightMemory(nn.Module):
             z = state.normalizer
         return out / self.memory.normalization.bound(q @ z.unsqueeze(-1))
 
-    def _read_backwards(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor], strength: Tensor) -> Tensor:
+    def _read_backwards(
+        self, q: Tensor, k: Tensor, values: Tensor, gates: dict[str, Tensor], strength: Tensor
+    ) -> Tensor:
         """Return the same for a rule with a write strength (B, 1, L), without the matrix."""
         normalization, normaliser = self.memory.normalization, self.memory.rule.normaliser
         retrieves = normaliser is not None and normaliser.retrieved
@@ -187,17 +189,17 @@ class FastWeightMemory(nn.Module):
         divisor = q @ z.unsqueeze(-1) if retrieves else out.sum(-1, keepdim=True)
         return out / normalization.bound(divisor)
 
-    def _retrieved(self, q: Tensor, k: Tensor, gates: list[Tensor], strength: Tensor) -> Tensor:
+    def _retrieved(self, q: Tensor, k: Tensor, gates: dict[str, Tensor], strength: Tensor) -> Tensor:
         """Return c (B, 1, L, Q), how much of each written value a query retrieves.
 
         The operator reads after each write, so the read after write t uses the key of write t - 1.
         """
         if not gates:  # r stays q
             return k @ q.mT
-        k, gates, state = k.flip(2), [gate.flip(2) for gate in gates], q.mT
+        k, state = k.flip(2), q.mT
         writes, reads = k[:, :, :-1], k[:, :, 1:]
         zeros = k.new_zeros(*writes.shape[:3], q.shape[2])
-        before = [gate[:, :, :-1] for gate in gates]
+        before = [gates[gate.name].flip(2)[:, :, :-1] for gate in self.memory.rule.gates]
         out, _ = self.memory.rule.operator(reads, writes, zeros, *before, state, backend=self.memory.backend)
         return strength.unsqueeze(-1) * torch.cat([k[:, :, :1] @ state, out], dim=2).flip(2)
 

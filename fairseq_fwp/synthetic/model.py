@@ -117,7 +117,8 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
             resample(self)
         q = functional.embedding(queries, self.query_proj(self.embedding.weight))
         k = self._project(self.key_proj, keys, values)
-        gates = [self._project(cast(nn.Linear, projection), keys, values) for projection in self.gate_projs.values()]
+        projections = cast(dict[str, nn.Linear], self.gate_projs)
+        gates = {name: self._project(linear, keys, values) for name, linear in projections.items()}
         return self.memory(q, k, values, gates)
 
     def _project(self, projection: nn.Linear, keys: Tensor, values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.decoding import Extra, Sample, State
+from fairseq_fwp.decoding import Extra, Sample, Segment, State, segment_of
 
 Result = TypeVar("Result")
 
@@ -33,9 +33,11 @@ class CarriedState:
 
         If it fails, the old state is kept: after running out of memory, a stream continues without that segment.
         """
-        if "segment" not in sample:  # all streams have ended
+        segment = segment_of(sample)
+        if segment is None:  # all streams have ended
             return compute(sample)
-        net_input = {**sample["net_input"], "state": self._before(sample)}
+        device = sample["net_input"]["src_tokens"].device
+        net_input = {**sample["net_input"], "state": self._before(segment, device)}
         # A hook, because criteria only read the first value that a model returns.
         states: list[State] = []
 
@@ -47,32 +49,31 @@ class CarriedState:
             result = compute({**sample, "net_input": net_input})
         finally:
             hook.remove()
-        state = None if sample["last"] else states[-1].detach()
-        self._now = Carried(sample["segment"] + 1, tuple(sample["streams"]), state)
+        state = None if segment["last"] else states[-1].detach()
+        self._now = Carried(segment["segment"] + 1, tuple(segment["streams"]), state)
         return result
 
     def end_update(self) -> None:
         """Record an update of the parameters; call it after each update."""
         self._updated = True
 
-    def _before(self, sample: Sample) -> State | None:
+    def _before(self, segment: Segment, device: torch.device) -> State | None:
         """Return the state before a batch, None if all its rows start without a state."""
-        device = sample["net_input"]["src_tokens"].device
         if self._saved is not None:
             buffer, self._saved = io.BytesIO(self._saved.numpy().tobytes()), None
             self._now = self._before_update = Carried(*torch.load(buffer, map_location=device, weights_only=True))
-        if sample["segment"] < self._now.segment:
+        if segment["segment"] < self._now.segment:
             # --amp repeats an update with the same batches after an overflow.
             self._now = self._before_update
         elif self._updated:
             self._before_update = self._now
         self._updated = False
         _, streams, state = self._now
-        if state is None or all(sample["fresh"]):
+        if state is None or all(segment["fresh"]):
             return None
-        if tuple(sample["streams"]) != streams:
-            state = state.reorder(torch.tensor([streams.index(s) for s in sample["streams"]], device=device))
-        return state.reset(torch.tensor(sample["fresh"], device=device)) if any(sample["fresh"]) else state
+        if tuple(segment["streams"]) != streams:
+            state = state.reorder(torch.tensor([streams.index(s) for s in segment["streams"]], device=device))
+        return state.reset(torch.tensor(segment["fresh"], device=device)) if any(segment["fresh"]) else state
 
     def save(self) -> Tensor:
         """Return the state as bytes, (n,) uint8, so that a checkpoint with it loads without this package."""

@@ -7,7 +7,8 @@ import torch
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.data.monolingual_dataset import collate
 
-from fairseq_fwp.decoding import Sample
+from fairseq_fwp.decoding import Sample, Segment
+from fairseq_fwp.patches.hooks import Divided, SavesStates
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.text import TextBlocks
 
@@ -34,12 +35,10 @@ class Streams:
         return [[blocks[t] for blocks in own if t < len(blocks)] for t in range(self.segments)]
 
     def collate(self, items: list[Sample]) -> Sample:
-        """Return a batch for fairseq's language models, with the facts about its rows that a carried state needs.
+        """Return a batch for fairseq's language models, with its `Segment`.
 
-        "segment": the number of blocks that the streams have read. "last": whether these are the last blocks.
-        "streams": the numbers of the streams. "fresh": whether the block starts a stream or document, and so starts
-        without a state. A process whose streams have ended gets a batch without targets: fairseq would repeat another
-        batch there, and with --update-freq skip earlier batches.
+        A process whose streams have ended gets a batch without targets: fairseq would repeat another batch there, and
+        with --update-freq skip earlier batches.
         """
         if not items:
             net_input = {"src_tokens": torch.tensor([[self.eos]]), "src_lengths": torch.tensor([1])}
@@ -53,17 +52,16 @@ class Streams:
             first = torch.nn.utils.rnn.pad_sequence([item["first"] for item in items], batch_first=True)
             batch["net_input"]["first"] = first
         fresh = self.blocks.starts_document[ids] | (segment == 0)
-        return {
-            **batch,
+        of_rows: Segment = {
             "segment": segment,
             "last": segment == self.segments - 1,
-            # Lists, not tensors: they are read on the CPU, wherever fairseq moves the batch.
             "streams": streams.tolist(),
             "fresh": fresh.tolist(),
         }
+        return {**batch, **of_rows}
 
 
-class StreamIterator(EpochBatchIterator):
+class StreamIterator(EpochBatchIterator, SavesStates, Divided):
     """The batches of one process, never shuffled; it is saved with the states of all processes.
 
     carried: the state of its streams in training, None = no state; settings: values, by name, that must not change in

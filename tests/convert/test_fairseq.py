@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from support.pairwise import looped
 from support.small_models import SMALL, make_dictionary
 
-from fairseq_fwp.patches.checkpoints import KEY, fingerprints
+from fairseq_fwp.patches.hooks import KEY, fingerprints
 from tests.convert.conftest import Command, ones, without
 
 ADAPTIVE = {"adaptive_input_cutoff": "10,30", "adaptive_softmax_cutoff": "10,30"}

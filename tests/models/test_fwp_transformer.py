@@ -251,7 +251,7 @@ def test_presets_have_the_papers_sizes(arch):
         assert not any(hasattr(module, "feature_map") for module in model.modules())
         return
     causal = decoder.self_attn.attention
-    assert causal.rule is UPDATE_RULES[rule] and bool(causal.sum_normalization) == (rule == "delta")
+    assert causal.rule is UPDATE_RULES[rule] and bool(causal.key_normalizations) == (rule == "delta")
     assert bool(causal.memory.normalization) == (rule == "sum")
     for attention in (encoder.self_attn, decoder.encoder_attn, causal):
         assert type(attention.feature_map) is FEATURE_MAPS[rest[0] if rest else "elu"]

@@ -18,7 +18,7 @@ from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
 from fairseq_fwp.options import plain
-from fairseq_fwp.patches.checkpoints import Saved
+from fairseq_fwp.patches.hooks import Saved
 
 FAVOR = {"decoder_feature_map": "favor", "decoder_update_rule": "sum", "attention_normalization": True}
 SOFTMAX = {"decoder_update_rule": "softmax"}

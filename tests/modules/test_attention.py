@@ -128,10 +128,10 @@ def test_constant_values_are_read_back(name, size):
 def test_long_memories_survive_half_precision(rule, logit):
     """Gates just below 1, which bfloat16 rounds to 1, over 1,000 tokens."""
     layer = build((rule, "elu", "sum"), backend="auto").float()
-    rows = layer.sizes[2:]
+    rows = sum(layer.gates.columns.values())
     with torch.no_grad():
-        layer.in_proj.weight[-sum(rows) :] = 0
-        layer.in_proj.weight[-sum(rows) :, 0] = logit
+        layer.in_proj.weight[-rows:] = 0
+        layer.in_proj.weight[-rows:, 0] = logit
         for bias in layer.gate_biases.values():
             bias.zero_()
     x = torch.randn(1, 1000, DIM)
@@ -341,7 +341,8 @@ def test_the_delta_rnn_is_the_papers_equation():
         outs.append(y)
     expected = torch.stack(outs, 2).transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
-    without = layer.merge_heads(layer.feedforward.memory.read(phi_q, phi_k, v, beta)[0]) @ layer.out_proj.weight.T
+    without = layer.merge_heads(layer.feedforward.memory.read(phi_q, phi_k, v, {"beta": beta[0]})[0])
+    without = without @ layer.out_proj.weight.T
     assert (expected - without).abs().max() > 0.1  # what is fed back matters
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.attentions import memories, random, rule_inputs
+from support.attentions import memories, random
 from support.pairwise import looped
 
 from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
@@ -17,7 +17,7 @@ HEADS, LENGTH = 2, 6
 def inputs(rule, size=3):
     """Return a memory with a rule, and what a layer lets it read."""
     layer = FastWeightAttention(HEADS * size, HEADS, FEATURE_MAPS["elu"](size), rule, backend="reference").double()
-    return layer.memory, *rule_inputs(layer, random(2, LENGTH, HEADS * size))
+    return layer.memory, *layer.prepare(random(2, LENGTH, HEADS * size))[:4]
 
 
 @looped("rule", UPDATE_RULES)
@@ -30,8 +30,7 @@ def test_padded_tokens_do_not_change_the_memory(rule):
     _, after = memory.read(q, k, v, gates, state)
     assert torch.equal(after.weights[1], state.weights[1])
     assert not torch.equal(after.weights[0], state.weights[0])
-    for same, before in zip(memory.pad(k, gates, None)[1], gates, strict=True):
-        assert same is before
+    assert memory.pad(k, gates, None)[1] is gates
 
 
 @looped("rule", UPDATE_RULES)
@@ -40,7 +39,9 @@ def test_a_document_is_read_as_a_sequence_of_its_own(rule):
     first = torch.zeros(2, LENGTH, dtype=torch.bool)
     first[:, 4] = True
     out, state = memory.read(q, k, v, gates, first=first)
-    alone, after = memory.read(*(x[:, :, 4:] for x in (q, k, v)), [gate[:, :, 4:] for gate in gates])
+    alone, after = memory.read(
+        *(x[:, :, 4:] for x in (q, k, v)), {name: gate[:, :, 4:] for name, gate in gates.items()}
+    )
     torch.testing.assert_close(out[:, :, 4:], alone)
     torch.testing.assert_close(state.weights, after.weights)
 
@@ -54,7 +55,7 @@ def test_whole_sequences_are_read_as_by_a_memory_with_a_state(rule, backend):
         memory = Memory(UPDATE_RULES[rule], normalization, backend)
         out, state = memory.read(q, k, v, gates)
         torch.testing.assert_close(memory.read_whole(q, k, v, gates), out)
-        *_, (w, z) = memories(rule, k, v, gates)
+        *_, (w, z) = memories(rule, k, v, gates.values())
         torch.testing.assert_close(state.weights, w)
         if normalization is None:
             assert state.normalizer is None

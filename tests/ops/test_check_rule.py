@@ -21,13 +21,13 @@ def leaky(memory, k, v, keep):
     return keep.unsqueeze(-1) * memory + ops.outer(k, v)
 
 
-def family(q, k, v, keep, decay=lambda keep: keep, **rest):
+def case(q, k, v, keep, decay=lambda keep: keep, **rest):
     return fast_weights(q, k, v, decay=decay(keep), **rest)
 
 
 def test_a_rule_of_ones_own_passes():
     check_rule(ops.Rule("leaky_rule", leaky, KEEP))
-    check_rule(ops.Rule("leaky_rule_with_kernel", leaky, KEEP, family))
+    check_rule(ops.Rule("leaky_rule_with_kernel", leaky, KEEP, {"decay": "keep"}))
 
 
 def remembers_elsewhere(memory, k, v, keep, seen=[]):  # noqa: B006 - the mistake under test
@@ -42,14 +42,14 @@ def mixes_by_key(memory, k, v, keep):
 
 TAKES = r"the step must take memory \(B, H, Dk, Dv\), .* in place, got"
 SAME = "must give the same results as the step"
-# Mistakes in a step, or in the case of the family, and the law that each breaks.
+# Mistakes in a step, or in the case of fast_weights, and the law that each breaks.
 BROKEN = {
     "writes nothing": ((lambda m, k, v, keep: keep.unsqueeze(-1) * m,), "own write"),
     "remembers elsewhere": ((remembers_elsewhere,), "must"),
     "a wrong shape": ((lambda m, k, v, keep: keep * m + ops.outer(v, k),), TAKES),
     "in place": ((lambda m, k, v, keep: m.mul_(keep.unsqueeze(-1)).add_(ops.outer(k, v)),), TAKES),
-    "no decay": ((leaky, KEEP, partial(family, decay=lambda keep: None)), SAME),
-    "another decay": ((leaky, KEEP, partial(family, decay=torch.square)), SAME),
+    "no decay": ((leaky, KEEP, partial(case, decay=lambda keep: None)), SAME),
+    "another decay": ((leaky, KEEP, partial(case, decay=torch.square)), SAME),
     "mixes": ((lambda m, k, v, keep: leaky(m, k, v, keep).mean(0, keepdim=True).expand_as(m),), "sequences"),
     "mixes heads": ((lambda m, k, v, keep: leaky(m, k, v, keep).mean(1, keepdim=True).expand_as(m),), "heads"),
     "first row": ((lambda m, k, v, keep: leaky(m, k, v[:1], keep),), "sequences"),
@@ -93,6 +93,9 @@ def test_a_rule_says_what_is_wrong_with_its_form():
     for step in (None, 3, "leaky"):
         with pytest.raises(ValueError, match="leaky: step must be a function of the memory and a token, got "):
             ops.Rule("leaky", step, KEEP)
+    for term, gate in (("fade", "keep"), ("decay", "kept"), ("value_decay", "keep")):
+        with pytest.raises(ValueError, match=f"as_fast_weights must give gates .*; got '{term}': '{gate}'"):
+            ops.Rule("leaky", leaky, KEEP, {term: gate})
     with pytest.raises(ValueError, match="must be an identifier such as my_rule, got None"):
         ops.Rule(None, leaky, KEEP)
 

@@ -43,7 +43,7 @@ def library(tmp_path, monkeypatch):
 
 def check_here(device):
     """Check all rules in this process, whose kernels a test can make wrong."""
-    found = {rule.name: self_check._check(rule, torch.device(device)) for rule in RULES if rule.family}
+    found = {rule.name: self_check._check(rule, torch.device(device)) for rule in RULES if rule.has_kernel}
     return {name: reason for name, reason in found.items() if reason}
 
 
@@ -56,12 +56,8 @@ def forget(monkeypatch):
 @pytest.fixture
 def wrong(monkeypatch):
     """Make only the gradient of the delta rule's kernel wrong."""
-    right = DELTA.family
-
-    def family(q, *rest, **named):
-        return right(q + (q - q.detach()), *rest, **named)
-
-    monkeypatch.setitem(DELTA.__dict__, "family", family)
+    right = DELTA.by_operator
+    monkeypatch.setattr(DELTA, "by_operator", lambda q, *rest, **named: right(q + (q - q.detach()), *rest, **named))
 
 
 def call(rule=ops.delta_rule, **options):
@@ -209,9 +205,9 @@ MISTAKES = [
 
 @looped("change, reason", MISTAKES)
 def test_what_is_wrong_is_found(change, reason):
-    right = DELTA.family
+    right = DELTA.by_operator
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(DELTA.__dict__, "family", lambda *x, **named: change(*right(*x, **named)))
+        patch.setattr(DELTA, "by_operator", lambda *x, **named: change(*right(*x, **named)))
         assert reason in self_check._check(DELTA, CPU)
 
 

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fairseq_fwp import patches
-from fairseq_fwp.patches.__main__ import table
+from fairseq_fwp.patches.__main__ import table, what_runs
 from fairseq_fwp.patches.patch import PATCHES, find
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +136,22 @@ print(logging.getLevelName(logging.root.level))
     assert {"fairseq.utils.eval", "fairseq.models.transformer_lm.eval"} <= evaluated
     symbols = [entry.symbol for entry in PATCHES if entry.symbol.startswith("fairseq.") and "*" not in entry.symbol]
     assert set(found) - evaluated == set(map(full_name, symbols))
+
+
+def test_what_runs_at_a_name():
+    """From the outside to fairseq's own; a method also by the name of a class that inherits it."""
+    from fairseq import checkpoint_utils
+
+    lines = what_runs("fairseq.checkpoint_utils.load_checkpoint").splitlines()
+    names = [line.split()[1].rstrip(":") for line in lines]
+    assert names == [*reversed(checkpoint_utils.load_checkpoint.patches), "load_checkpoint"]
+    assert all("/patches/" in line for line in lines[:-1]) and "checkpoint_utils.py:" in lines[-1]
+    inherited = what_runs("fairseq.tasks.language_modeling.LanguageModelingTask.train_step").splitlines()
+    assert len(inherited) == 2 and "autocast_on_a_cpu: Compute the loss in bfloat16" in inherited[0]
+    assert len(what_runs("fairseq.tasks.FairseqTask.begin_epoch").splitlines()) == 1
+    for symbol in ("fairseq.checkpoint_utils.load", "fairseq.nothing.load", "load"):
+        with pytest.raises(ValueError, match=f"the symbol must be a name of fairseq, such as .*, got {symbol}$"):
+            what_runs(symbol)
 
 
 def test_a_second_call_changes_nothing():

@@ -91,8 +91,9 @@ def random(*shape):
 
 
 def rule_inputs(layer, x, key_padding_mask=None):
-    """Return q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
-    return layer.prepare(x, None, key_padding_mask)[:4]
+    """Return q, k, v and a list of gates of a layer in double precision: projected, mapped and normalised."""
+    q, k, v, gates, _ = layer.prepare(x, None, key_padding_mask)
+    return q, k, v, [*gates.values()]
 
 
 def half_precision_error(found, expected):

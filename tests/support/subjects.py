@@ -42,7 +42,7 @@ def every_form() -> dict[str, Rule]:
         for shapes in itertools.product(*rule.gates.values()):
             gates = dict(zip(rule.gates, shapes, strict=True))
             by_key = "_by_key" if len(rule.gates.get("decay", ())) > 1 and gates["decay"] == PER_KEY else ""
-            reference, kernel = functools.partial(function, backend="reference"), rule.family is not None
+            reference, kernel = functools.partial(function, backend="reference"), rule.has_kernel
             key = tuple("H" if size == "Hk" else size for size in rule.key)
             forms[name + by_key] = Rule(function, reference, gates, kernel, key, rule.value)
     return forms

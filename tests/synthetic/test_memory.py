@@ -22,12 +22,12 @@ NORMALIZATIONS = [
 
 def inputs(memory, length=L):
     """Return q, k, values and the logits of the gates, in float64 with gradients."""
-    sizes = [projection.out_features for projection in memory.gate_projections(1).values()]
-    made = [
-        torch.randn(B, n, size).double().requires_grad_() for n, size in [(Q, D), *((length, n) for n in [D, *sizes])]
-    ]
-    q, k, *gates = made
-    return q, k, torch.randint(S, (B, length)), gates
+    sizes = {name: projection.out_features for name, projection in memory.gate_projections(1).items()}
+    q, k, *logits = (
+        torch.randn(B, n, size).double().requires_grad_()
+        for n, size in [(Q, D), *((length, n) for n in [D, *sizes.values()])]
+    )
+    return q, k, torch.randint(S, (B, length)), dict(zip(sizes, logits, strict=True))
 
 
 def make(rule, map_name="elu", **settings):
@@ -71,8 +71,7 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
         q, k = ((x.abs() + 0.1).detach().requires_grad_() for x in (q, k))
         if map_name == "relu":
             nn.init.uniform_(memory.feature_map.linear.weight, 0.1, 1)
-    pairs = zip(UPDATE_RULES[rule].gates, gates, strict=True)
-    activated = [memory._activate(gate, x).reshape(B, L, -1) for gate, x in pairs]
+    activated = [memory._activate(gate, gates[gate.name]).reshape(B, L, -1) for gate in UPDATE_RULES[rule].gates]
     expected = by_equation(rule, memory.feature_map(q), memory.feature_map(k), values, activated, norm)
     torch.testing.assert_close(memory(q, k, values, gates), expected, rtol=1e-9, atol=1e-9)
 
@@ -85,12 +84,12 @@ def test_reading_backwards_is_reading_the_matrix(rule, norm, length, monkeypatch
     memory = make(rule, **norm)
     q, k, values, gates = inputs(memory, length)
     cotangent = torch.randn(B, Q, S).double()
-    backwards = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
+    backwards = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates.values()])
     memory.memory.backend = "auto"
-    by_kernel = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
+    by_kernel = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates.values()])
     with monkeypatch.context() as patch:
         patch.delitem(WRITE_STRENGTHS, memory.memory.rule.operator)
-        matrix = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
+        matrix = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates.values()])
     torch.testing.assert_close(backwards, matrix)
     torch.testing.assert_close(by_kernel, matrix)
 
@@ -100,7 +99,7 @@ def test_softmax_memory_is_its_definition():
     assert not memory.gate_projections(3)
     q, k, values, _ = inputs(make("sum"))
     expected = (q @ k.mT / D**0.5).softmax(-1) @ F.one_hot(values, S).double()
-    torch.testing.assert_close(memory(q, k, values, []), expected)
+    torch.testing.assert_close(memory(q, k, values, {}), expected)
 
 
 def test_layer_normalisation_of_the_read_out():

@@ -88,7 +88,7 @@ class DeltaRnn(Attention):
                 memory, y = reset((memory, y), first[:, t])
             k_t, v_t, beta_t = (part[:, :, t : t + 1] for part in (k, v, beta))
             q_t = y.softmax(-1).unsqueeze(2)
-            out, (written, *_) = self.recurrent.read(q_t, k_t, v_t, [beta_t], FastWeightState(memory))
+            out, (written, *_) = self.recurrent.read(q_t, k_t, v_t, {"beta": beta_t}, FastWeightState(memory))
             new = z[:, :, t] + out.squeeze(2)
             if key_padding_mask is not None:
                 padded = key_padding_mask[:, t, None, None]

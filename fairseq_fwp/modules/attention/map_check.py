@@ -34,7 +34,7 @@ class MapCheck:
     """The kernel, as `check_in_child` takes it next to the rules."""
 
     name = projection.NAME
-    family = True  # it has a kernel
+    has_kernel = True
 
     def compare(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Compared]:
         """Yield results of the kernel, those of PyTorch in float64, and the dtype; nothing on a device without it."""
@@ -44,7 +44,7 @@ class MapCheck:
             feature_map = FEATURE_MAPS[name](key_dim, **arguments)
             options = {"key_dim": key_dim, "value_dim": value_dim, **options}
             layer = FastWeightAttention(12, HEADS, feature_map, rule, **options).double()
-            x = torch.randn(B, L, sum(layer.sizes)).bfloat16().double()
+            x = torch.randn(B, L, layer.in_proj.out_features).bfloat16().double()
             truth = _results(_compute_with_pytorch, layer, x)
             for dtype in dtypes:
                 layer.to(device, dtype)
@@ -53,12 +53,12 @@ class MapCheck:
 
 def _compute_with_pytorch(layer: FastWeightAttention, x: Tensor) -> list[Tensor]:
     mixed, gates, _ = layer.project(x)
-    return [*layer.map(*mixed), *gates]
+    return [*layer.map(*mixed), *gates.values()]
 
 
 def _compute_with_kernel(layer: FastWeightAttention, x: Tensor) -> list[Tensor]:
     q, k, v, gates = layer.map_at_once(x)
-    return [q, k, v, *gates]
+    return [q, k, v, *gates.values()]
 
 
 def _results(

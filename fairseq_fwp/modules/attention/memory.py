@@ -1,10 +1,11 @@
 """The memory of an attention, without parameters: an update rule, attention normalisation, padding and a backend.
 
 Shapes: B batch, L tokens, H heads, Dk feature_dim of the map, Dv size of a value, N keys and values a token. q and k
-(B, H, L, Dk) are mapped. v is (B, H, L, Dv). A gate is (B, H, L, size), and (B, H, L) if it is one number. For a rule
-of several steps k and v are (B, H, L, N, size).
+(B, H, L, Dk) are mapped. v is (B, H, L, Dv). Gates have the names of the rule's. A gate is (B, H, L, size), and (B, H,
+L) if it is one number. For a rule of several steps k and v are (B, H, L, N, size).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,7 +42,9 @@ class Memory:
     normalization: AttentionNormalization | None = None
     backend: str = "auto"
 
-    def pad(self, k: Tensor, gates: list[Tensor], padding: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def pad(
+        self, k: Tensor, gates: Mapping[str, Tensor], padding: Tensor | None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return k and the gates with which padded tokens do not change the memory.
 
         Their keys are zero, and their gates as the rule says. padding (B, L): True at padding; None = nowhere.
@@ -53,17 +56,16 @@ class Memory:
             by_token = gate.transpose(1, 2)
             return by_token.masked_fill(padding.view(*padding.shape, *[1] * (gate.dim() - 2)), value).transpose(1, 2)
 
-        values = [gate.at_padding for gate in self.rule.gates]
-        pairs = zip(gates, values, strict=True)
         k = k.masked_fill(padding.view(padding.shape[0], 1, -1, *[1] * (k.dim() - 3)), 0)
-        return k, [gate if value is None else fill(gate, value) for gate, value in pairs]
+        at_padding = {gate.name: gate.at_padding for gate in self.rule.gates if gate.at_padding is not None}
+        return k, {**gates, **{name: fill(gates[name], value) for name, value in at_padding.items()}}
 
     def read(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        gates: list[Tensor],
+        gates: Mapping[str, Tensor],
         state: FastWeightState | None = None,
         first: Tensor | None = None,
     ) -> tuple[Tensor, FastWeightState]:
@@ -78,12 +80,13 @@ class Memory:
         divisor = None
         if self.normalization is not None:
             divisor, k, v, z = self.normalization.apply(self.rule, q, k, v, gates, z, first, self.backend)
-        out, weights = self.rule.operator(q, k, v, *gates, weights, first=first, backend=self.backend)
+        in_order = [gates[gate.name] for gate in self.rule.gates]
+        out, weights = self.rule.operator(q, k, v, *in_order, weights, first=first, backend=self.backend)
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, z)
 
-    def read_whole(self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor]) -> Tensor:
+    def read_whole(self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         """Return the output of `read` for whole sequences, which need no state: a sum then may not be computed."""
         return self._read_scores(q, k, v) if self._suits_scores(q, v) else self.read(q, k, v, gates)[0]
 

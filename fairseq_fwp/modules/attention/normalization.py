@@ -7,15 +7,16 @@ begin a document, where z starts at zero; None = nowhere.
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from fairseq_fwp.checks import check
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.update_rules import UpdateRule
+from fairseq_fwp.modules.update_rules import UpdateRule, unit_length
 from fairseq_fwp.ops.arguments import at_least_float32, state_dtype
 
 # DPFP can map a vector to zero: it stays zero, and neither writes nor reads. fast-transformers adds 1e-6 to z . q,
@@ -24,6 +25,10 @@ NORMALIZATION_EPSILON = FeatureMap.epsilon
 
 # The square root of z . k = 0 has no finite gradient. This number changes no float32 that it is added to.
 LEAST_PRODUCT = 1e-24
+
+LEAST_LENGTH = 1e-12  # by which `F.normalize` divides
+
+Form: TypeAlias = tuple[str, bool, float]  # of a normalisation: norm, adds and epsilon of `ops.projection.Layout`
 
 Kind = TypeVar("Kind", bound="Division")
 
@@ -62,6 +67,30 @@ class SumNormalization(Division):
         # Not times the reciprocal, whose derivative overflows for the small sums of FAVOR+.
         return features / self.bound(features.sum(-1, keepdim=True))
 
+    @property
+    def form(self) -> Form:
+        """The arguments of the kernel."""
+        return "sum", self.add_epsilon, NORMALIZATION_EPSILON if self.epsilon is None else self.epsilon
+
+
+@dataclass(frozen=True)
+class LengthNormalization:
+    """Division by the length, x / ||x||; epsilon: added to ||x||^2, at least 0. By default the length has a bound."""
+
+    epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.epsilon >= 0, f"`l2_normalization_epsilon` must be at least 0, got {self.epsilon}")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x (..., Dk) of length one, in float32 or wider."""
+        return unit_length(x, self.epsilon)
+
+    @property
+    def form(self) -> Form:
+        """The arguments of the kernel."""
+        return "length", self.epsilon > 0, self.epsilon or LEAST_LENGTH
+
 
 @dataclass(frozen=True)
 class AttentionNormalization(Division):
@@ -91,7 +120,7 @@ class AttentionNormalization(Division):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        gates: list[Tensor],
+        gates: Mapping[str, Tensor],
         z: Tensor | None,
         first: Tensor | None = None,
         backend: str = "auto",
@@ -105,7 +134,7 @@ class AttentionNormalization(Division):
         if normaliser.gates is not None:
             # A memory for values of one, which forgets as the rule does.
             wide_q, wide_k, ones, *forgets = map(
-                at_least_float32, (q, k, torch.ones_like(v[..., :1]), *normaliser.gates(*gates))
+                at_least_float32, (q, k, torch.ones_like(v[..., :1]), *normaliser.gates(**gates))
             )
             before = None if z is None else z.unsqueeze(-1)
             operator = normaliser.operator or rule.operator

@@ -13,7 +13,8 @@ from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.base import Attention, check_heads
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
-from fairseq_fwp.modules.update_rules import find_rule, rwkv7_decay, unit_length
+from fairseq_fwp.modules.attention.normalization import LengthNormalization
+from fairseq_fwp.modules.update_rules import find_rule, rwkv7_decay
 from fairseq_fwp.ops.arguments import at_least_float32
 
 # Powers of the first mixtures of receptances, decays, keys, values, rates and gates: see `TokenShift`.
@@ -60,11 +61,9 @@ class TimeMix(Attention):
         super().__init__()
         check_heads(embed_dim, num_heads)
         check(norm_epsilon > 0, f"`norm_epsilon` must be above 0, got {norm_epsilon}")
-        epsilon = l2_normalization_epsilon
-        check(epsilon >= 0, f"`l2_normalization_epsilon` must be at least 0, got {epsilon}")
         self.num_heads = num_heads
         self.depth = depth
-        self.epsilon = epsilon
+        self.key_normalization = LengthNormalization(l2_normalization_epsilon)
         self.memory = Memory(find_rule("rwkv7"), backend=backend)
         head_dim = embed_dim // num_heads
         self.token_shift = TokenShift(embed_dim, [power * (1 - depth) for power in POWERS])
@@ -115,11 +114,12 @@ class TimeMix(Attention):
             first_v = shared.setdefault("values", v)
             if self.value is not None:
                 v = torch.lerp(v, first_v, self.value(x_v).sigmoid())
-        removal_key = unit_length(self.split_heads(k * self.removal_scale), self.epsilon)
+        removal_key = self.key_normalization(self.split_heads(k * self.removal_scale))
         k = (k * (1 + (rate - 1) * self.rate_scale)).to(v.dtype)
         q, k, v, decay, rate = (self.split_heads(part) for part in (q, k, v, decay, rate))
-        k, gates = self.memory.pad(k, [decay, removal_key, rate], key_padding_mask)
-        out, after = self.memory.read(q, k, v, gates, state, first)
+        gates = {"decay": decay, "removal_key": removal_key, "removal_rate": rate}
+        k, padded = self.memory.pad(k, gates, key_padding_mask)
+        out, after = self.memory.read(q, k, v, padded, state, first)
         out = self.merge_heads(out).to(x.dtype)
         out = self.read_out_norm(out.flatten(0, 1)).view(out.shape)
         bonus = (q * k * self.bonus.unsqueeze(1)).sum(-1, keepdim=True) * v

@@ -51,7 +51,9 @@ def scale_by_plain_decay(attention: torch.nn.Module, q: Tensor, k: Tensor, v: Te
     return q, k, v * (1 - attention.gate_biases["value_decay"]).to(v).unsqueeze(1)
 
 
-UPDATE_RULES["divided_sum"] = UpdateRule(DividedSum("divided_sum", sum_rule.step, family=sum_rule.family))
+UPDATE_RULES["divided_sum"] = UpdateRule(
+    DividedSum("divided_sum", sum_rule.step, as_fast_weights=sum_rule.as_fast_weights)
+)
 UPDATE_RULES["decay_gated_write"] = UPDATE_RULES["decay"]._replace(
     operator=Rule("decay_with_gated_write", gated_write, decay_rule.gates, difference), normaliser=Normaliser()
 )
