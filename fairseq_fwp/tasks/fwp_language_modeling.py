@@ -42,6 +42,9 @@ class FwpLanguageModelingConfig(FairseqDataclass):
     reset_state_after: Optional[str] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None, f"with --carry-state: symbol that ends a document, or {BLANK_LINE}; the next one starts without a state"
     )
+    validate_from_training_state: bool = option(
+        False, "with --carry-state: validation starts from the states that training has then, not from empty ones"
+    )
     add_bos_token: bool = option(False, "read <s> instead of </s> before the first token of the text")
     max_target_positions: Optional[int] = option(  # noqa: UP045
         None, "longest segment in tokens that the model accepts; none: --tokens-per-sample"
@@ -73,7 +76,14 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         dictionary, _ = cls.setup_dictionary(Namespace(data=args.data, output_dictionary_size=-1))
         length, separator = args.tokens_per_sample, args.reset_state_after
         check(length >= 1, f"--tokens-per-sample must be at least 1, got {length}")
-        check(args.carry_state or not separator, "--carry-state must be on with --reset-state-after, got off")
+        needs = "--carry-state must be on with"
+        check(args.carry_state or not separator, f"{needs} --reset-state-after, got off")
+        from_training = args.validate_from_training_state
+        check(args.carry_state or not from_training, f"{needs} --validate-from-training-state, got off")
+        check(
+            not (separator and from_training),
+            f"--reset-state-after must be left out with --validate-from-training-state, got {separator!r}",
+        )
         if separator and dictionary and separator != BLANK_LINE:
             symbols = f"symbol of {os.path.join(args.data, 'dict.txt')}, {dictionary.eos_word} (the end of a line)"
             is_symbol = separator in dictionary
@@ -198,7 +208,12 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         self.training_state.end_update()
 
     def valid_step(self, sample: Sample, model: FairseqLanguageModel, criterion: FairseqCriterion) -> StepResult:
-        return self._carry(self.validation_state, super().valid_step, sample, model, criterion)
+        if self.args.validate_from_training_state and sample.get("segment") == 0:
+            self.validation_state, sample = self.training_state.continue_with(sample)
+        result = self._carry(self.validation_state, super().valid_step, sample, model, criterion)
+        if sample.get("last"):
+            self.validation_state = CarriedState()  # its memory is for training
+        return result
 
     def _carry(
         self,

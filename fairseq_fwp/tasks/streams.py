@@ -63,6 +63,20 @@ class Streams:
         }
 
 
+def trained_age(saved: dict[str, Any]) -> int | None:
+    """Return the tokens that a stream had read at most in a training, by what `StreamIterator` saved of it.
+
+    None: they are not known, or documents ended the states.
+    """
+    settings = saved.get("settings") or {"--reset-state-after": "unknown"}
+    if settings["--reset-state-after"]:
+        return None
+    length, streams = settings["--tokens-per-sample"], settings["--batch-size"] * settings["processes"]
+    epoch = -(-settings["tokens of text"] // (length * streams))  # in segments
+    segments = epoch if saved["epoch"] > 1 else saved["iterations_in_epoch"]
+    return length * (segments if settings["--carry-state"] else 1)
+
+
 class StreamIterator(EpochBatchIterator):
     """The batches of one process, never shuffled; it is saved with the states of all processes.
 
