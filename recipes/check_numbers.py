@@ -1,11 +1,11 @@
 """Check that numbers in the tables of the ledgers have a record: `python recipes/check_numbers.py` prints the others.
 
-The numbers of a row must stand, to their last digit, in rows of the recipe's CSVs that belong together: they share one
-or two entries, such as a model's name and a rate. They stand there as a value, in another unit (`UNITS`), or as the
-mean, deviation or median of rows that differ in numbers only, such as seeds. Other numbers follow from those of a table
-by a rule of `RULES`. Not checked: the first column, which names the row; cells of words; columns of a paper, which has
-its own table; `SETTINGS`, which were chosen and not measured. The CSVs are those in results/, without curves, and those
-of other recipes that the ledger links.
+The numbers of a row must stand, to their last digit, in lines of the recipe's CSVs that belong together. Such lines
+share one or two entries, for example a model's name and a rate. A number stands there as a value, in another unit
+(`UNITS`), or as the mean, deviation or median of lines that differ in numbers only, as seeds do. Other numbers follow
+from those of a table by a rule of `RULES`. Not checked are the first column, which names the row, cells of words,
+columns of a paper, which has its own table, and `SETTINGS`, which were chosen. The CSVs are those in results/, without
+curves, and those of other recipes that the ledger links.
 """
 
 import csv

@@ -49,9 +49,6 @@ FLAGS = {
     "max_target_positions": "--model-overrides \"{'max_target_positions': N}\"",
 }
 
-# A state is far older than those of training if it has read more than so many times their tokens.
-FAR = 2
-
 BY_LINES = {
     "end": "each line by itself, all of it scored",
     "word": "each line by itself, scored after its first word",
@@ -133,7 +130,7 @@ def read_protocol(args: Namespace, model: "FairseqLanguageModel", task: "Fairseq
     if args.carry_state and separator and separator != args.reset_after:
         remedy = f"pass --reset-after {separator}, or leave out --carry-state"
         raise ValueError(f"the model was trained with --reset-state-after {separator}: {remedy}")
-    return Protocol(window, 0 if args.carry_state else context, args.carry_state, args.warm_up or 0, rule)
+    return Protocol(window, 0 if args.carry_state else context, args.carry_state, rule, args.warm_up or 0)
 
 
 def run(args: Namespace) -> None:
@@ -147,7 +144,7 @@ def run(args: Namespace) -> None:
     from fairseq_fwp.modules.attention.memory import Memory
     from fairseq_fwp.options import setting, word
     from fairseq_fwp.pretrained import read
-    from fairseq_fwp.tasks.streams import trained_age
+    from fairseq_fwp.tasks.streams import FAR, trained_age
 
     loading.import_plugin(args.user_dir)
     checkpoint = read(args.path)

@@ -26,8 +26,8 @@ class Protocol:
 
     window: tokens that a window reads; context: the first of them, which it does not score;
     carry_state: a window continues from the state of the one before;
-    warm_up: last tokens of the training text that the carried state has read where a document begins;
-    dynamic: the rule by which weights learn from scored windows, None = they are fixed.
+    dynamic: the rule by which weights learn from scored windows, None = they are fixed;
+    warm_up: last tokens of the training text that the carried state has read where a document begins.
 
     Raises ValueError for an empty window, and for a context that leaves no token to score.
     """
@@ -35,8 +35,8 @@ class Protocol:
     window: int
     context: int = 0
     carry_state: bool = False
-    warm_up: int = 0
     dynamic: DynamicRule | None = None
+    warm_up: int = 0
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -136,7 +136,7 @@ def evaluate(
     if train is not None:
         protocol = gather_statistics(model, train, protocol)
     scorer = protocol.scorer(model, text)
-    if train is not None and isinstance(scorer, StreamScorer):
+    if protocol.warm_up and train is not None and isinstance(scorer, StreamScorer):
         scorer.warm_up(train.inputs[len(train.inputs) - protocol.warm_up :], protocol.window)
     plan = protocol.plan(scorer.text, batch_size)
     bar = progress(plan)

@@ -23,7 +23,7 @@ from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Sample, streaming
 from fairseq_fwp.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
-from fairseq_fwp.tasks.streams import StreamIterator, Streams
+from fairseq_fwp.tasks.streams import FAR, StreamIterator, Streams
 from fairseq_fwp.tasks.text import BLANK_LINE, JoinedLines, TextBlocks, document_starts, read_split
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         self.training_state = CarriedState()
         self.validation_state = CarriedState()
         self.packs_documents = False
+        self.trained_segments: int | None = None  # of a stream; fairseq asks for those of training first
 
     @classmethod
     def setup_task(cls, args: Namespace, **kwargs: object) -> "FwpLanguageModelingTask":
@@ -174,6 +175,12 @@ class FwpLanguageModelingTask(LanguageModelingTask):
             logger.warning(
                 f"no state is carried, because {streams} streams have at most one segment of {length} tokens each: "
                 "give a smaller --batch-size or --tokens-per-sample"
+            )
+        self.trained_segments = self.trained_segments or segments
+        if self.args.carry_state and not separator and segments > FAR * self.trained_segments:
+            logger.warning(
+                f"states are scored after up to {segments * length:,} tokens, and none is older than "
+                f"{self.trained_segments * length:,} in training: give a larger --batch-size-valid"
             )
         if use_cache:
             self.dataset_to_epoch_iter[dataset] = iterator

@@ -11,6 +11,9 @@ from fairseq_fwp.decoding import Sample
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.text import TextBlocks
 
+# A state is far older than those of training if it has read more than so many times their tokens.
+FAR = 2
+
 
 class Streams:
     """A text in batch_size * num_shards streams of consecutive blocks, of which one process reads batch_size.
@@ -68,12 +71,12 @@ def trained_age(saved: dict[str, Any]) -> int | None:
 
     None: they are not known, or documents ended the states.
     """
-    settings = saved.get("settings") or {"--reset-state-after": "unknown"}
-    if settings["--reset-state-after"]:
+    settings = saved.get("settings") or {}
+    if settings.get("--reset-state-after", "unknown") or "tokens of text" not in settings:
         return None
     length, streams = settings["--tokens-per-sample"], settings["--batch-size"] * settings["processes"]
-    epoch = -(-settings["tokens of text"] // (length * streams))  # in segments
-    segments = epoch if saved["epoch"] > 1 else saved["iterations_in_epoch"]
+    whole = -(-settings["tokens of text"] // (length * streams))  # segments of an epoch
+    segments = whole if saved["epoch"] > 1 else saved["iterations_in_epoch"]
     return length * (segments if settings["--carry-state"] else 1)
 
 

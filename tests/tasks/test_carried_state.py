@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -183,6 +184,17 @@ def test_validation_from_the_training_state_goes_on_with_its_streams(setup):
             output = model(source.unsqueeze(0), state=state.reorder(rows))
             expected = model.get_normalized_probs(output, log_probs=True)[0].gather(1, target.unsqueeze(1))
             torch.testing.assert_close(found, expected.squeeze(1))
+
+
+def test_states_far_older_than_in_training_are_named(setup, caplog):
+    task, _ = setup()
+    for streams, count in ((12, 0), (6, 0), (1, 1)):
+        task.get_batch_iterator(task.dataset("train"), max_sentences=streams)
+        task.dataset_to_epoch_iter.clear()
+        assert caplog.text.count("states are scored after up to") == count
+    assert re.search(
+        r"after up to \d+ tokens, and none is older than \d+ in training: give a larger --batch", caplog.text
+    )
 
 
 def test_without_carry_state_each_segment_is_fairseqs(setup):
