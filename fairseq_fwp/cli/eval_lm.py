@@ -4,6 +4,7 @@
     fwp-eval-lm DATA --path checkpoint_best.pt --stride 32            # nearly the same, with 1/32 of the passes
     fwp-eval-lm DATA --path checkpoint_best.pt --context-window 0     # blocks, as in fairseq-eval-lm
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state          # the text once, with a carried state
+    fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --warm-up 50000 --streams 16  # at the age of training
     fwp-eval-lm DATA --path checkpoint_best.pt --line-start word      # each line by itself, from its first word on
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --dynamic sgd --dynamic-lr 0.1  # the model learns too
 
@@ -43,6 +44,8 @@ FLAGS = {
     "window": "--tokens-per-sample",
     "context": "--context-window",
     "carry_state": "--carry-state",
+    "warm_up": "--warm-up",
+    "train": "the text 'train'",
     "max_target_positions": "--model-overrides \"{'max_target_positions': N}\"",
 }
 
@@ -114,8 +117,8 @@ def read_protocol(args: Namespace, model: "FairseqLanguageModel", task: "Fairseq
     options = {name: value for name, value in options.items() if value is not None}
     rule = DynamicRule(kind=args.dynamic, windows=args.dynamic_statistics, **options) if args.dynamic else None
     if args.line_start is not None:
-        for name in ("stride", "context_window", "carry_state", "reset_after", "dynamic"):
-            if getattr(args, name) not in (None, False):
+        for name in ("stride", "context_window", "carry_state", "warm_up", "streams", "reset_after", "dynamic"):
+            if getattr(args, name):
                 reason = ": the model would learn from one line only" * (name == "dynamic")
                 raise ValueError(f"{flag(name)} must be left out where each line is read by itself{reason}")
         return Protocol(window)
@@ -127,7 +130,7 @@ def read_protocol(args: Namespace, model: "FairseqLanguageModel", task: "Fairseq
     if args.carry_state and separator and separator != args.reset_after:
         remedy = f"pass --reset-after {separator}, or leave out --carry-state"
         raise ValueError(f"the model was trained with --reset-state-after {separator}: {remedy}")
-    return Protocol(window, 0 if args.carry_state else context, args.carry_state, rule)
+    return Protocol(window, 0 if args.carry_state else context, args.carry_state, rule, args.warm_up or 0)
 
 
 def run(args: Namespace) -> None:
@@ -138,8 +141,10 @@ def run(args: Namespace) -> None:
     from fairseq_fwp.cli import loading
     from fairseq_fwp.evaluation import evaluate
     from fairseq_fwp.models.decoder import LanguageModelDecoder
+    from fairseq_fwp.modules.attention.memory import Memory
     from fairseq_fwp.options import setting, word
     from fairseq_fwp.pretrained import read
+    from fairseq_fwp.tasks.streams import FAR, trained_age
 
     loading.import_plugin(args.user_dir)
     checkpoint = read(args.path)
@@ -152,19 +157,31 @@ def run(args: Namespace) -> None:
     reading = (first, args.reset_after, args.line_start, protocol.window)
     text = loading.load_text(task, args.data, args.gen_subset, *reading)
     characters = count_characters(dictionary, len(text.tokens), args.characters)
-    learns_alone = args.dynamic in (None, "sgd")
-    train = None if learns_alone else loading.load_text(task, args.data, "train", *reading)
+    if args.streams:
+        text = text._replace(starts=tuple(len(text.tokens) * part // args.streams for part in range(args.streams)))
+    needs_train = args.warm_up or args.dynamic not in (None, "sgd")
+    train = None if not needs_train else loading.load_text(task, args.data, "train", *reading)
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model = model.to(device).requires_grad_(args.dynamic is not None)
     has_positions = isinstance(model.decoder, LanguageModelDecoder) and model.decoder.embed_positions is not None
     # Each document has its own positions.
-    longest = max(end - start for start, end in pairwise([*text.starts, len(text.tokens)]))
+    longest = max(end - start for start, end in pairwise([*text.starts, len(text.tokens)])) + protocol.warm_up
     if args.carry_state and has_positions and longest > model.max_positions():
         logger.warning(
             "absolute positions grow to %s, and the model has seen only %s in training: leave out --carry-state, or "
             "train a model with --no-token-positional-embeddings, as Schlag et al. 2021 do",
             f"{longest:,}",
             f"{model.max_positions():,}",
+        )
+
+    trained = trained_age((checkpoint.saved.get("extra_state") or {}).get("train_iterator", {}))
+    remembers = any(isinstance(getattr(module, "memory", None), Memory) for module in model.modules())
+    if args.carry_state and remembers and trained and longest > FAR * trained:
+        logger.warning(
+            "a state is scored after up to %s tokens, and none was older than %s in training: it may be one that the "
+            "model does not know; --warm-up and --streams choose its age",
+            f"{longest:,}",
+            f"{trained:,}",
         )
 
     def progress(batches: "list[list[Window]]") -> "Iterable[list[Window]]":
@@ -198,6 +215,10 @@ def parser() -> argparse.ArgumentParser:
     carried = "read the text once, carrying the state to the next segment"
     protocol.add_argument("--carry-state", action="store_true", help=carried)
     reset = "reset the state and the weights after this symbol, or after each blank-line"
+    warm = "with --carry-state: last tokens of the training text that are read before the text, not scored (0)"
+    add("--warm-up", type=positive, metavar="N", help=warm)
+    parts = "with --carry-state: equal parts of the text, each begins with the state of --warm-up (1)"
+    add("--streams", type=positive, metavar="N", help=parts)
     add("--reset-after", metavar="SYMBOL", help=reset)
     lines = "read each line by itself, after </s> (end) or from its first word on, which is not scored (word)"
     protocol.add_argument("--line-start", choices=[*BY_LINES], help=lines)
@@ -230,6 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = [name for name in names if getattr(args, f"dynamic_{name}") is not None]
     if args.carry_state and args.batch_size not in (None, 1):
         command.error("--batch-size must be left out with --carry-state, which reads one stream")
+    if not args.carry_state and (args.warm_up or args.streams):
+        command.error(f"--carry-state must be given with {'--warm-up' if args.warm_up else '--streams'}")
+    if args.streams and args.reset_after:
+        command.error("--reset-after must be left out with --streams, which says where states begin")
     if args.dynamic and args.batch_size not in (None, 1):
         command.error("--batch-size must be left out with --dynamic, which learns from one window after the other")
     if args.dynamic and args.dynamic_lr is None:

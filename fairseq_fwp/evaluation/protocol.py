@@ -26,7 +26,8 @@ class Protocol:
 
     window: tokens that a window reads; context: the first of them, which it does not score;
     carry_state: a window continues from the state of the one before;
-    dynamic: the rule by which weights learn from scored windows, None = they are fixed.
+    dynamic: the rule by which weights learn from scored windows, None = they are fixed;
+    warm_up: last tokens of the training text that the carried state has read where a document begins.
 
     Raises ValueError for an empty window, and for a context that leaves no token to score.
     """
@@ -35,6 +36,7 @@ class Protocol:
     context: int = 0
     carry_state: bool = False
     dynamic: DynamicRule | None = None
+    warm_up: int = 0
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -42,11 +44,14 @@ class Protocol:
         most = 0 if self.carry_state else self.window - 1
         if not 0 <= self.context <= most:
             raise ValueError(f"`context` must be from 0 to {most}, got {self.context}: one token at least is scored")
+        if self.warm_up and not self.carry_state:
+            raise ValueError("`carry_state` must be on with `warm_up`, got off")
 
     def __str__(self) -> str:
         text = f"windows of {self.window} tokens, each after at least {self.context} given ones where the text has them"
         if self.carry_state:
             text = f"state carried over segments of {self.window} tokens"
+            text += f", after the last {self.warm_up:,} tokens of the training text" if self.warm_up else ""
         elif not self.context:
             text = f"blocks of {self.window} tokens, each by itself"
         return text if self.dynamic is None else f"{text}, {self.dynamic}"
@@ -119,15 +124,20 @@ def evaluate(
 ) -> Scores:
     """Score every token of a text once by a protocol; the model's weights are the same afterwards.
 
-    train: the training text, if a dynamic rule still needs its statistics.
+    train: the training text, if a dynamic rule still needs its statistics, or for `warm_up`.
     batch_size: windows at once, if they do not depend on each other; None = a fast number.
     progress: wraps the batches to show progress; its result may have a method `log`, which gets {"tokens", "ppl"}.
-    Raises ValueError for a model that cannot follow the protocol, or whose probabilities are not finite.
+    Raises ValueError for a model that cannot follow the protocol, for a training text that is missing or too short, or
+    for probabilities that are not finite.
     """
     protocol.check(model)
+    if protocol.warm_up > (there := 0 if train is None else len(train.tokens)):
+        raise ValueError(f"`warm_up` must be at most {there:,}, the tokens of `train`, got {protocol.warm_up:,}")
     if train is not None:
         protocol = gather_statistics(model, train, protocol)
     scorer = protocol.scorer(model, text)
+    if protocol.warm_up and train is not None and isinstance(scorer, StreamScorer):
+        scorer.warm_up(train.inputs[len(train.inputs) - protocol.warm_up :], protocol.window)
     plan = protocol.plan(scorer.text, batch_size)
     bar = progress(plan)
     dynamic = None if protocol.dynamic is None else DynamicScorer(scorer, protocol.dynamic)

@@ -55,7 +55,8 @@ class WindowScorer(Scorer):
 class StreamScorer(Scorer):
     """A scorer that reads windows one after the other, each from the state that the one before it left.
 
-    A document starts without a state. Raises ValueError for a model that does not continue from a state.
+    A document starts without a state, or with that of `warm_up`. Raises ValueError for a model that does not continue
+    from a state.
     """
 
     def __init__(self, model: Model, text: Text) -> None:
@@ -63,14 +64,21 @@ class StreamScorer(Scorer):
         if self.streaming is None:
             raise ValueError(f"the model must continue from a state, got {type(model).__name__}")
         self.decoder = self.streaming
+        self.start: State | None = None
         self.state: State | None = None
         self.read = 0
+
+    @torch.no_grad()
+    def warm_up(self, inputs: Tensor, window: int) -> None:
+        """Read inputs (N,), by windows, without scores: from now on a document starts with the state after them."""
+        for part in inputs.to(self.text.inputs.device).split(window):
+            _, self.start = self.decoder.extract_features(part.unsqueeze(0), self.start, last=1)
 
     def log_probs(self, batch: list[Window]) -> Tensor:
         """Return the window's log-probabilities (n,); gradients do not flow into the windows before it."""
         (window,) = batch
         if self.starts_document(batch):
-            self.state, self.read = None, window.first
+            self.state, self.read = self.start, window.first
         if not self.read == window.start == window.first:
             raise ValueError(f"the next window must begin after the {self.read} tokens read, got {window}")
         read = slice(window.start, window.end)

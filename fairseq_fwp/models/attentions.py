@@ -106,6 +106,7 @@ ATTENTIONS: dict[str, Kind[Heads]] = {
             "key_dim": "decoder_key_dim",
             "sum_normalization": "sum_normalization",
             "l2_normalization": "l2_normalization",
+            "scale_read_out": "scale_read_out",
             "negative_eigenvalues": "negative_eigenvalues",
             "backend": "fwp_backend",
         },

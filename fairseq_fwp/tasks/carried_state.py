@@ -49,9 +49,20 @@ class CarriedState:
             result = compute({**sample, "net_input": net_input})
         finally:
             hook.remove()
-        state = None if segment["last"] else states[-1].detach()
-        self._now = Carried(segment["segment"] + 1, tuple(segment["streams"]), state)
+        self._now = Carried(segment["segment"] + 1, tuple(segment["streams"]), states[-1].detach())
         return result
+
+    def continue_with(self, sample: Sample) -> tuple["CarriedState", Sample]:
+        """Return a copy for other streams, which continue these in turn, and their first batch, no longer fresh.
+
+        Raises ValueError where nothing has been read.
+        """
+        _, streams, state = self._now
+        if state is None:
+            raise ValueError("--validate-from-training-state needs the state of a training, got none: leave it out")
+        copy, rows = CarriedState(), torch.arange(len(sample["streams"]), device=sample["target"].device)
+        copy._now = Carried(0, tuple(sample["streams"]), state.reorder(rows % len(streams)))
+        return copy, {**sample, "fresh": [False] * len(rows)}
 
     def end_update(self) -> None:
         """Record an update of the parameters; call it after each update."""

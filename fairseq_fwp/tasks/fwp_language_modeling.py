@@ -23,7 +23,7 @@ from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Sample, streaming
 from fairseq_fwp.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
-from fairseq_fwp.tasks.streams import StreamIterator, Streams
+from fairseq_fwp.tasks.streams import FAR, StreamIterator, Streams
 from fairseq_fwp.tasks.text import BLANK_LINE, JoinedLines, TextBlocks, document_starts, read_split
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,9 @@ class FwpLanguageModelingConfig(FairseqDataclass):
     carry_state: bool = option(False, "start each segment with the state that its stream had after the segment before")
     reset_state_after: Optional[str] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None, f"with --carry-state: symbol that ends a document, or {BLANK_LINE}; the next one starts without a state"
+    )
+    validate_from_training_state: bool = option(
+        False, "with --carry-state: validation starts from the states that training has then, not from empty ones"
     )
     add_bos_token: bool = option(False, "read <s> instead of </s> before the first token of the text")
     max_target_positions: Optional[int] = option(  # noqa: UP045
@@ -66,6 +69,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         self.training_state = CarriedState()
         self.validation_state = CarriedState()
         self.packs_documents = False
+        self.trained_segments: int | None = None  # of a stream; fairseq asks for those of training first
 
     @classmethod
     def setup_task(cls, args: Namespace, **kwargs: object) -> "FwpLanguageModelingTask":
@@ -73,7 +77,14 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         dictionary, _ = cls.setup_dictionary(Namespace(data=args.data, output_dictionary_size=-1))
         length, separator = args.tokens_per_sample, args.reset_state_after
         check(length >= 1, f"--tokens-per-sample must be at least 1, got {length}")
-        check(args.carry_state or not separator, "--carry-state must be on with --reset-state-after, got off")
+        needs = "--carry-state must be on with"
+        check(args.carry_state or not separator, f"{needs} --reset-state-after, got off")
+        from_training = args.validate_from_training_state
+        check(args.carry_state or not from_training, f"{needs} --validate-from-training-state, got off")
+        check(
+            not (separator and from_training),
+            f"--reset-state-after must be left out with --validate-from-training-state, got {separator!r}",
+        )
         if separator and dictionary and separator != BLANK_LINE:
             symbols = f"symbol of {os.path.join(args.data, 'dict.txt')}, {dictionary.eos_word} (the end of a line)"
             is_symbol = separator in dictionary
@@ -165,6 +176,12 @@ class FwpLanguageModelingTask(LanguageModelingTask):
                 f"no state is carried, because {streams} streams have at most one segment of {length} tokens each: "
                 "give a smaller --batch-size or --tokens-per-sample"
             )
+        self.trained_segments = self.trained_segments or segments
+        if self.args.carry_state and not separator and segments > FAR * self.trained_segments:
+            logger.warning(
+                f"states are scored after up to {segments * length:,} tokens, and none is older than "
+                f"{self.trained_segments * length:,} in training: give a larger --batch-size-valid"
+            )
         if use_cache:
             self.dataset_to_epoch_iter[dataset] = iterator
         return iterator
@@ -198,7 +215,12 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         self.training_state.end_update()
 
     def valid_step(self, sample: Sample, model: FairseqLanguageModel, criterion: FairseqCriterion) -> StepResult:
-        return self._carry(self.validation_state, super().valid_step, sample, model, criterion)
+        if self.args.validate_from_training_state and sample.get("segment") == 0:
+            self.validation_state, sample = self.training_state.continue_with(sample)
+        result = self._carry(self.validation_state, super().valid_step, sample, model, criterion)
+        if sample.get("last"):
+            self.validation_state = CarriedState()  # its memory is for training
+        return result
 
     def _carry(
         self,

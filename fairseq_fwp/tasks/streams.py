@@ -12,6 +12,9 @@ from fairseq_fwp.patches.hooks import Divided, SavesStates
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.text import TextBlocks
 
+# A state is far older than those of training if it has read more than so many times their tokens.
+FAR = 2
+
 
 class Streams:
     """A text in batch_size * num_shards streams of consecutive blocks, of which one process reads batch_size.
@@ -59,6 +62,20 @@ class Streams:
             "fresh": fresh.tolist(),
         }
         return {**batch, **of_rows}
+
+
+def trained_age(saved: dict[str, Any]) -> int | None:
+    """Return the tokens that a stream had read at most in a training, by what `StreamIterator` saved of it.
+
+    None: they are not known, or documents ended the states.
+    """
+    settings = saved.get("settings") or {}
+    if settings.get("--reset-state-after", "unknown") or "tokens of text" not in settings:
+        return None
+    length, streams = settings["--tokens-per-sample"], settings["--batch-size"] * settings["processes"]
+    whole = -(-settings["tokens of text"] // (length * streams))  # segments of an epoch
+    segments = whole if saved["epoch"] > 1 else saved["iterations_in_epoch"]
+    return length * (segments if settings["--carry-state"] else 1)
 
 
 class StreamIterator(EpochBatchIterator, SavesStates, Divided):

@@ -15,10 +15,12 @@ from flags import read_yaml
 from log import read_json, read_training
 from model import Model, runs
 from pictures import compared_split, draw_carried, draw_grid
-from tables import Run, by_model, markdown, read_run, row_of, save, show
+from tables import Run, by_model, markdown, mean, read_run, row_of, save, show
 
 HEADS = {"perplexity": "ppl", "loss_base_2": "bits"}
 FAR = 1.5
+# Ways of reading in evaluation.yaml; a row of a carried state may have another name for the last.
+WAYS = ("blocks", "window", "carried")
 Row = dict[str, Any]  # of the CSV; None = missing
 
 
@@ -172,35 +174,42 @@ def ranks(values: list[float | str | None]) -> list[str]:
 
 
 def write_carried(table: Path, out: Path, folder: Path) -> None:
-    """Write carried.csv, carried.png and table.md of the runs in out/carried/RUN.
+    """Write carried.csv, carried.png and table.md of the runs in out/carried/RUN, or of their seeds there.
 
-    A row of the YAML is a run under one protocol. It has the paper's state in millions of numbers, and the paper's
-    perplexities, which may be a bound like "> 260".
+    A row of the YAML is a run and the way in which it carries its state. It has the paper's state in millions of
+    numbers, and the paper's perplexities, which may be a bound like "> 260". The table shows test perplexities.
     """
-    heads = ["model", "trained", "evaluated", "state", "valid", "test", "paper state (M)", "paper valid", "paper test"]
+    heads = ["model", "trained", "state", *WAYS, "paper state (M)", "paper valid", "paper test", "conf/carried/"]
     rows, cells, trainings, drawn = [], [], {}, []
     for asked in read_yaml(table, plain=False):
-        run, protocol = read_run(out / "carried" / asked["run"]), asked["evaluated"]
-        test = run.result(f"test {protocol}")
-        state = asked.get("numbers", test.get("state_size")) if test else None
-        row = {"run": asked["run"], "evaluated": protocol, "state": state, **read_row(run, protocol)}
+        of_run, carried = out / "carried" / asked["run"], asked.get("evaluated", WAYS[-1])
+        runs = [read_run(seed) for seed in sorted(of_run.glob("seed_*")) or [of_run]]
+        ways = {way: [carried_row(asked, run, way) for run in runs] for way in (*WAYS[:-1], carried)}
+        rows += [row for seeds in ways.values() for row in seeds if row["test"]]
+        rows += [row for row in ways[carried] if row["diverged"]]
+        ours = [mean([row["test"] for row in seeds if row["test"]], 1) for seeds in ways.values()]
+        *_, last = seeds = ways[carried]
+        ours[-1] = said(last) if ours[-1] == "-" else ours[-1]
+        drawn += [(asked | {"evaluated": way}, row) for way, found in ways.items() for row in found]
+        several = f", {len(seeds)} seeds" if len(seeds) > 1 else ""
+        name = asked["row"] + (f", {carried}" if carried not in WAYS else "") + several
         paper = [str(asked.get(name, "-")) for name in ("state", "valid", "test")]
-        ours = [show(state, 0), *perplexities(row)]
-        cells.append([asked["row"], asked["trained"], protocol, *ours, *paper, f"{asked['run']}.yaml"])
-        if run.updates is not None:
-            rows.append(row)
-            drawn.append((asked, row))
-            size = f": {run.parameters:,} parameters, {run.updates:,} updates, {run.hours:.3f} hours"
-            trainings[asked["run"]] = f"- {asked['run']}" + (f" diverged: {run.diverged}" if run.diverged else size)
+        cells.append([name, asked["trained"], show(last["state"], 0), *ours, *paper, f"{asked['run']}.yaml"])
+        if last["updates"] is not None:
+            size = f": {last['parameters']:,} parameters, {last['updates']:,} updates, {last['hours']:.3f} hours"
+            diverged = f" diverged: {last['diverged']}"
+            trainings[asked["run"]] = f"- {asked['run']}" + (diverged if last["diverged"] else size)
     if rows:
         draw_carried(drawn, folder / "carried.png")
-        save(
-            folder,
-            "carried",
-            rows,
-            [*markdown([*heads, "conf/carried/"], cells, left=3), "", *trainings.values()],
-            "carried.png",
-        )
+        lines = [*markdown(heads, cells, left=2), "", *trainings.values()]
+        save(folder, "carried", rows, lines, "carried.png")
+
+
+def carried_row(asked: Row, run: Run, way: str) -> Row:
+    """Return the numbers of a run that is evaluated in a way."""
+    test, seed = run.result(f"test {way}"), run.folder.name.partition("seed_")[2]
+    state = asked.get("numbers", test.get("state_size")) if test else None
+    return {"run": asked["run"], "seed": seed, "evaluated": way, "state": state, **read_row(run, way)}
 
 
 # Group of models: the function that reports it.

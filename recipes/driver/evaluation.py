@@ -14,7 +14,10 @@ from log import read_json
 from model import Model
 
 # Flags for how the text is read: on the command line they replace the recipe's ways.
-READING = ("--stride", "--tokens-per-sample", "--context-window", "--carry-state", "--model-overrides")
+READING = (
+    "--stride", "--tokens-per-sample", "--context-window", "--carry-state", "--warm-up", "--streams",
+    "--model-overrides",
+)  # fmt: skip
 
 
 class Way(NamedTuple):

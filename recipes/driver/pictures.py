@@ -63,6 +63,9 @@ def number(value: Any) -> float | None:
 # Model: colour, marker.
 STYLES = {
     "Delta Network": (COLOURS["delta"], "o"),
+    "Delta Network, post-norm, output / sqrt(d)": (COLOURS["delta"], "^"),
+    "Delta, keys of length one": (COLOURS["delta"], "*"),
+    "Gated delta rule": (COLOURS["gated_delta"], "o"),
     "Linear Transformer": (COLOURS["sum"], "s"),
     "Linear Transformer, no normalisation": (COLOURS["sum"], "D"),
     "Transformer-XL": (COLOURS["xl"], "v"),
@@ -76,7 +79,8 @@ def draw_carried(rows: list[tuple[Row, Row]], path: Path) -> None:
     """
     pyplot = load_pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.4))
-    alike = [pair for pair in rows if (pair[0]["trained"] == "segments") == (pair[0]["evaluated"] == "window")]
+    alike = [pair for pair in rows if pair[0]["evaluated"] != "blocks"]
+    alike = [pair for pair in alike if (pair[0]["trained"] == "segments") == (pair[0]["evaluated"] == "window")]
     ours = [(asked, found.get("state"), number(found.get("test"))) for asked, found in alike]
     paper = [
         (asked, asked["state"] * 1e6 if "state" in asked else None, bound(asked.get("test"))) for asked, _ in alike

@@ -59,12 +59,15 @@ def compose(arguments: list[str]) -> Recipe:
     add_flags(parser)
     args = parser.parse(arguments)
     args.any_text = args.test = None
+    if args.unscored and not args.lines:
+        raise RecipeError("--lines must be given with --unscored, which leaves out the first tokens of each line.")
     request = request_of(args)
     if not args.data:
         raise RecipeError("--data FOLDER must be given, with train.txt, valid.txt and test.txt: see --help.")
     source = Published(
-        request.out, args.model, args.source or kind_of(args.model), args.data, args.vocabulary, args.end, args.lines
-    )
+        request.out, args.model, args.source or kind_of(args.model), args.data, args.vocabulary, args.end, args.lines,
+        args.unscored or 0,
+    )  # fmt: skip
     trainings = Trainings(request, source, args.rule, args.state_size, args.keep_softmax_layers)
     start = Stages(trainings, args.minutes)
     models = trainings.of_all_seeds()
@@ -79,6 +82,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--source", metavar="NAME", help="the code that wrote it, as for fwp-convert (default: by config.json)")
     add("--data", type=Path, metavar="FOLDER", help="folder with the text, see above")
     add("--lines", action="store_true", help="each line of the text is a sequence of its own (default: one stream)")
+    unscored = "with --lines: choose models by the loss without the first N tokens of a line, unknown to the source (0)"
+    add("--unscored", type=whole_number, metavar="N", help=unscored)
     add("--vocabulary", type=Path, metavar="FILE", help="names of the tokens, one a line (default: its vocab.txt)")
     add("--end", metavar="TOKEN", help="token that ends a text, by name or number (default: eos_token_id)")
     add("--rule", default="gated_delta", metavar="RULE", help="update rule in place of softmax (default: gated_delta)")
@@ -113,7 +118,10 @@ def kind_of(model: Path) -> str:
 
 @dataclass(frozen=True)
 class Published(Data):
-    """A published model and a text: see `add_flags`. by_lines: each line of the text is a sequence of its own."""
+    """A published model and a text: see `add_flags`.
+
+    by_lines: each line of the text is a sequence of its own; unscored: its first tokens that choose no model.
+    """
 
     model: Path
     kind: str
@@ -121,6 +129,7 @@ class Published(Data):
     vocabulary: Path | None
     end: str | None
     by_lines: bool
+    unscored: int
 
     @property
     def results(self) -> Path:
@@ -202,7 +211,7 @@ class Published(Data):
             score(
                 self.converted / "checkpoint.pt", self.results / f"start {start}.json", self.bin, "valid", None, flags
             )
-            losses[start] = loss_after_first_word(scores, start == "end")
+            losses[start] = loss_after(1, scores, start == "end")
         best = min(losses, key=lambda start: losses[start])
         said = ", ".join(f"{STARTS[start]} {loss:.4f}" for start, loss in losses.items())
         words = f"The source reads lines best {STARTS[best]}. Loss of a token after the first word: {said}."
@@ -223,16 +232,17 @@ def check_known(log: Path, dictionary: Path) -> None:
             print(f"{file.name}: {share:g} % of the tokens are not in the vocabulary (<unk>)")
 
 
-def loss_after_first_word(scores: Path, first_is_scored: bool) -> float:
-    """Return the mean loss of the tokens of each line after its first word, from a table of fwp-eval-lm."""
-    total, count, starts = 0.0, 0, first_is_scored
+def loss_after(words: int, scores: Path, first_is_scored: bool) -> float:
+    """Return the mean loss of the tokens of each line after so many words, from a table of fwp-eval-lm; 0 of none."""
+    before = words - (not first_is_scored)
+    total, count, left = 0.0, 0, before
     with scores.open(encoding="utf-8") as file:
         next(file)
         for line in file:
             _, token, log_prob = line.rstrip("\n").split("\t")
-            if not starts:
+            if left <= 0:
                 total, count = total - float(log_prob), count + 1
-            starts = first_is_scored and token == "</s>"
+            left = before if token == "</s>" else left - 1
     return total / count if count else 0.0
 
 
@@ -270,7 +280,7 @@ class Trainings(NamedTuple):
     def softmax(self, seed: int | None) -> str:
         """Return the softmax model that others start from and learn from: the adapted one, if that is better."""
         adapted = self.request.out / ADAPTED / ("" if seed is None else f"seed_{seed}")
-        losses = [read_json(folder / "valid.json").get("loss") for folder in (adapted, self.source.results)]
+        losses = [counted_loss(self.source, folder, "valid") for folder in (adapted, self.source.results)]
         return ADAPTED if None not in losses and losses[0] <= GAIN * losses[1] else SOURCE
 
 
@@ -347,8 +357,18 @@ def measure(
     """Score splits, unless they are, by the one protocol of all models: lines as the source reads them, or blocks."""
     flags = [*([] if source.by_lines else ["--context-window", 0]), *request.evaluation_flags]
     for split in splits:
-        if not (path := folder / f"{split}.json").exists():
-            score(checkpoint, path, source.bin, split, None, flags)
+        path, scores = (folder / f"{split}.{form}" for form in ("json", "tsv"))
+        own = ["--scores", scores] if source.unscored else []
+        if not path.exists() or (own and not scores.exists()):
+            score(checkpoint, path, source.bin, split, None, [*flags, *own])
+
+
+def counted_loss(source: Published, folder: Path, split: str) -> float | None:
+    """Return the loss of a split without the tokens that do not count, None without a result."""
+    if not source.unscored or not (scores := folder / f"{split}.tsv").exists():
+        loss: float | None = read_json(folder / f"{split}.json").get("loss")
+        return loss
+    return loss_after(source.unscored, scores, source.line_start == "end")
 
 
 # The evaluation, the table, and what the model writes.
@@ -408,15 +428,16 @@ class Losses(NamedTuple):
         for name, of_name in names.items():
             if result := read_json(of_name / "test.json"):
                 row = {"model": name, "seed": seed, "state": result.get("state_size"), "loss": result["loss"]}
+                row |= {"counted": counted_loss(self.source, of_name, "test")}
                 trained = name not in (SOURCE, "converted")
                 done = {"updates": training.updates, "hours": training.hours} if trained else {}
                 rows.append(row | {"perplexity": result["perplexity"], "updates": "", "hours": ""} | done)
         return rows
 
     def best(self, models: Sequence[Model]) -> Model | None:
-        """Return the recurrent model with the lowest loss on the validation text."""
+        """Return the recurrent model with the lowest loss on the validation text, of the tokens that count."""
         recurrent = [model for model in models if model.name in (ATTENTION, DISTRIBUTION, WORDS)]
-        losses = {model: read_json(model.folder / "valid.json").get("loss") for model in recurrent}
+        losses = {model: counted_loss(self.source, model.folder, "valid") for model in recurrent}
         scored = [model for model in recurrent if losses[model] is not None]
         return min(scored, key=lambda model: losses[model], default=None)
 
@@ -452,11 +473,12 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             shares = [100 * whole / row["perplexity"] for row in seeds] if whole else []
             lines.append([
                 ROWS[name] + several, show(seeds[0]["state"], 0), mean([row["loss"] for row in seeds], 4),
-                mean([row["perplexity"] for row in seeds], 3), f"{mean(shares, 1)} %",
+                mean([row["counted"] for row in seeds], 4), mean([row["perplexity"] for row in seeds], 3),
+                f"{mean(shares, 1)} %",
                 show(seeds[0]["updates"], 0), mean([row["hours"] for row in seeds]),
             ])  # fmt: skip
-    heads = ["model", "state, numbers", "loss of a token, nats", "perplexity", "of the source", "updates", "hours"]
-    return markdown(heads, lines)
+    heads = ["model", "state, numbers", "loss of a token, nats", "of those that count", "perplexity"]
+    return markdown([*heads, "of the source", "updates", "hours"], lines)
 
 
 def sample(table: Losses, model: Model) -> None:

@@ -192,6 +192,23 @@ def test_the_carried_state_gives_the_loss_of_one_piece(folder, caplog):
     assert "absolute positions grow to" in caplog.text
 
 
+def test_the_age_of_a_state_is_chosen_and_said(folder, caplog):
+    """A part of the text begins with the state after the training text; a state far older than in training is named."""
+    whole = evaluate(folder, "--carry-state", "--warm-up", 200)
+    assert whole["protocol"].endswith("over segments of 32 tokens, after the last 200 tokens of the training text")
+    assert evaluate(folder, "--carry-state", "--warm-up", 200, "--streams", 3)["loss"] != whole["loss"]
+    assert not re.search("a state is scored", caplog.text)  # this training has not saved how far it read
+    state = torch.load(folder / "delta.pt")
+    settings = {"--reset-state-after": None, "--carry-state": True, "tokens of text": 10**6, "processes": 1}
+    read = {"epoch": 1, "iterations_in_epoch": 3, "settings": settings | {"--batch-size": 2, "--tokens-per-sample": 32}}
+    torch.save({**state, "extra_state": {"train_iterator": read}}, folder / "aged.pt")
+    parts = [len((folder / "text" / "test.txt").read_text().replace("\n", " </s> ").split()) // 96 + 1]
+    evaluate(folder, "--carry-state", "--warm-up", 96, "--streams", *parts, path="aged.pt")
+    assert not re.search("a state is scored", caplog.text)
+    evaluate(folder, "--carry-state", "--warm-up", 200, "--streams", *parts, path="aged.pt")
+    assert re.search(r"a state is scored after up to 2\d\d tokens, and none was older than 96 in training", caplog.text)
+
+
 def test_dynamic_evaluation_with_a_step_changes_the_loss(folder, caplog):
     """Without a step nothing changes; with one the result names it."""
     plain = evaluate(folder, "--context-window", 0)
@@ -260,6 +277,8 @@ REFUSALS = {
     "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window .* from 0 to 31, got 32"),
     "negative context": (["delta.pt", "data", "--context-window", -1], r"--context-window .* from 0 to 31, got -1"),
     "no state": (["softmax.pt", "data", "--carry-state"], r"--carry-state must be off for FwpLanguageModel"),
+    "no more text": (["delta.pt", "data", "--carry-state", "--warm-up", 99999],
+                     r"--warm-up must be at most [\d,]+, the tokens of the text 'train', got 99,999"),
     "no separator": (["delta.pt", "data", "--reset-after", "none"], r"--reset-after must be a symbol of .*'none'"),
 }  # fmt: skip
 OVERRIDES = {
@@ -278,6 +297,9 @@ OVERRIDES = {
 MISUSES = [
     ("--carry-state --batch-size 2", "--batch-size must be left out with --carry-state"),
     ("--carry-state --stride 2", "not allowed with"),
+    ("--warm-up 9", "--carry-state must be given with --warm-up"),
+    ("--streams 2", "--carry-state must be given with --streams"),
+    ("--carry-state --streams 2 --reset-after x", "--reset-after must be left out with --streams"),
     ("--scores none/scores.tsv", r"must be a file in a folder that exists, got none/scores\.tsv"),
     ("--model-overrides [1", "must be a dictionary of settings"),
     ("--scores a --json a", "--json and --scores must be different files, got a for both"),

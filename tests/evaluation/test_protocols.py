@@ -1,5 +1,6 @@
 """Each protocol against brute force, and refusals."""
 
+import itertools
 import math
 import re
 import textwrap
@@ -89,6 +90,17 @@ def test_a_carried_state_reads_the_text_in_one_piece(flags, size):
     expected = brute_force(model, text, lambda i: 0)
     actual = evaluate(model, text, Protocol(size, carry_state=True)).log_probs
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
+
+
+def test_documents_begin_with_the_state_after_the_training_text():
+    model, starts = build_model("fwp_lm", no_token_positional_embeddings=True), (0, 20, 41)
+    text, train = random_text(starts=starts), random_text(30)
+    actual = evaluate(model, text, Protocol(7, carry_state=True, warm_up=9), train).log_probs
+    whole = Text(torch.cat([train.inputs[-9:], text.inputs]), torch.cat([train.tokens[-9:], text.tokens]))
+    for start, end in itertools.pairwise([*starts, LENGTH]):
+        parts = [torch.cat([part[:9], part[9 + start : 9 + end]]) for part in whole[:2]]
+        expected = brute_force(model, Text(*parts), lambda i: 0)[9:]
+        torch.testing.assert_close(actual[start:end], expected, atol=1e-9, rtol=0)
 
 
 def test_a_stream_has_no_gaps():
@@ -184,6 +196,10 @@ def test_what_cannot_be_is_refused():
         "`context` must be from 0 to 7, got -1": lambda: Protocol(8, -1),
         "`context` must be from 0 to 7, got 8": lambda: Protocol(8, 8),
         "`context` must be from 0 to 0, got 4": lambda: Protocol(8, 4, carry_state=True),
+        "`carry_state` must be on with `warm_up`, got off": lambda: Protocol(8, warm_up=1),
+        "`warm_up` must be at most 0, the tokens of `train`, got 1": lambda: evaluate(
+            model, text, Protocol(8, carry_state=True, warm_up=1)
+        ),
         "`window` must be at most 9, .* training, got 10: pass at most 9": lambda: evaluate(model, text, Protocol(10)),
     }.items():
         with pytest.raises(ValueError, match=says):

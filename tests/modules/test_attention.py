@@ -23,9 +23,9 @@ from support.pairwise import looped
 from torch.nn import functional as F
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.base import detach, reorder
-from fairseq_fwp.modules.attention.normalization import AttentionNormalization
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import (
     LearnedDistances,
     RelativeAttention,
@@ -341,6 +341,10 @@ def test_the_delta_rnn_is_the_papers_equation():
         outs.append(y)
     expected = torch.stack(outs, 2).transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
+    options = {"sum_normalization": SumNormalization(), "scale_read_out": True}
+    scaled = DeltaRnn(DIM, HEADS, layer.feedforward.feature_map, **options)
+    scaled.double().load_state_dict(layer.state_dict())
+    torch.testing.assert_close(scaled(x)[0], expected / 2, rtol=1e-10, atol=1e-12)  # / sqrt(d), after the recurrence
     without = layer.merge_heads(layer.feedforward.memory.read(phi_q, phi_k, v, {"beta": beta[0]})[0])
     without = without @ layer.out_proj.weight.T
     assert (expected - without).abs().max() > 0.1  # what is fed back matters

@@ -51,6 +51,9 @@ def data(tmp_path_factory):
     for split, lines in (("train", 400), ("valid", 30), ("test", 30)):
         text = "".join(f"the word {words.randrange(30)} and {words.randrange(9)} more\n" for _ in range(lines))
         (folder / f"{split}.txt").write_text(text)
+    (folder / "long").mkdir()  # as a carried state is evaluated after tens of thousands of tokens
+    for split, times in (("train", 20), ("valid", 1), ("test", 1)):
+        (folder / "long" / f"{split}.txt").write_text((folder / f"{split}.txt").read_text() * times)
     (folder / "rich").mkdir()  # in words: the converted model has a vocabulary in parts
     for split, lines in (("train", 900), ("valid", 30), ("test", 30)):
         text = "".join(
@@ -120,7 +123,7 @@ def start(case, data, out):
     settings, given = CASES[case]
     kind, *settings = shlex.split(settings)
     recipe = RECIPES / case.split()[0]
-    folder = data / "rich" if kind == "conversion" else data
+    folder = data / {"decay_finetune": "rich", "peps carried": "long"}.get(case, "")
     words = given if kind in ("retrieval", "problems") else ["--data", folder, *given]
     return drive(kind, recipe, settings, data, "all", *words, "--out", out)
 

@@ -1,8 +1,13 @@
 """The ledgers, RESULTS.md of every recipe: a command stands next to all numbers, and a program writes each picture."""
 
 import re
+import sys
 
 import made_up
+import pytest
+
+sys.path.append(str(made_up.RECIPES))
+import check_numbers
 
 LEDGERS = sorted(made_up.RECIPES.glob("*/RESULTS.md"))
 CODE = re.compile(r"```bash\n(.*?)```|^    (\S.*?)$|`([^`\n]+)`", re.DOTALL | re.MULTILINE)
@@ -58,3 +63,49 @@ def test_what_has_no_command_is_named():
     ledger = "".join(sections) + "![](results/d.png)\n"
     assert without_command(ledger) == ["## B"]
     assert unwritten(ledger, '"c"') == ["d"] and unwritten(ledger + "`--out d.png`", "") == []
+
+
+# Numbers.
+
+
+def changed(number):
+    """Return a number with another last digit."""
+    place = max(place for place, sign in enumerate(number.partition("e")[0]) if sign.isdigit())
+    return number[:place] + str((int(number[place]) + 1) % 10) + number[place + 1 :]
+
+
+@pytest.mark.parametrize("ledger", LEDGERS, ids=lambda path: path.parent.name)
+def test_every_number_of_a_table_has_a_record_or_a_rule(ledger):
+    assert check_numbers.wrong(ledger) == []
+
+
+@pytest.mark.parametrize("recipe", ["fwl", "decay_finetune", "recurrent", "quickstart"])
+def test_a_changed_digit_is_found(recipe):
+    """Nearly always: another run of the same rows may have the number by chance."""
+    ledger = made_up.RECIPES / recipe / "RESULTS.md"
+    records, tried, unseen = check_numbers.Records(ledger), 0, []
+    for row in (row for table in check_numbers.tables(ledger) for row in check_numbers.rows(table)):
+        numbers = [number for head, number in row.numbers if not check_numbers.rule_of(recipe, row, head)]
+        for place, number in enumerate(numbers):
+            tried += 1
+            if records.have(row, [*numbers[:place], changed(number), *numbers[place + 1 :]]):
+                unseen.append(number)
+    assert tried > 25 and len(unseen) < 0.05 * tried
+
+
+def test_what_a_record_is(tmp_path):
+    """A number to its last digit, the mean and deviation of seeds; lines together; not words, papers and settings."""
+    (tmp_path / "results").mkdir()
+    lines = ["model,seed,valid,test", "a,1,10.04,20.0", "a,2,12.04,22.0", "b,1,31.5,42.25"]
+    (tmp_path / "results" / "x.csv").write_text("\n".join(lines) + "\n")
+    heads = "| model 7 | step | valid | test | paper | note |\n| --- | --- | --- | --- | --- | --- |\n"
+
+    def wrong(*cells):
+        (tmp_path / "RESULTS.md").write_text(heads + f"| {' | '.join(cells)} |\n")
+        return check_numbers.wrong(tmp_path / "RESULTS.md")
+
+    assert wrong("a 5", "9", "11.04 ± 1.41", "21.0", "99", "of 3 seeds") == []
+    assert wrong("", "", "**31.5**", "42.2", "", "") == wrong("", "", "12.0", "not run", "", "-") == []
+    for cells in (("11.05 ± 1.41", "21.0"), ("31.5", "42.4"), ("10.04", "42.2"), ("11.04 ± 1.40", "21.0")):
+        (said,) = wrong("a", "", *cells, "", "")
+        assert said.endswith(f"{cells[1]} in row 'a': no record has them together")

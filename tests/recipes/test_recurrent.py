@@ -18,7 +18,9 @@ SCORES = "position\ttoken\tlog_prob\n" + "".join(
 def test_the_first_word_of_a_line_does_not_count_where_it_is_scored(tmp_path, scored, loss):
     """(1 + 2 + 6) / 3 with the first words left out, or the mean of all."""
     (tmp_path / "scores.tsv").write_text(SCORES)
-    assert recurrent.loss_after_first_word(tmp_path / "scores.tsv", scored) == pytest.approx(loss)
+    assert recurrent.loss_after(1, tmp_path / "scores.tsv", scored) == pytest.approx(loss)
+    assert recurrent.loss_after(2, tmp_path / "scores.tsv", scored) == pytest.approx(2 if scored else 3)
+    assert recurrent.loss_after(9, tmp_path / "scores.tsv", scored) == 0
 
 
 @pytest.fixture
@@ -84,12 +86,25 @@ def test_the_table_compares_with_the_source(start, tmp_path):
     rows = [row for model in [None, *recipe.models] for row in recipe.table.rows_of(model)]
     lines = recurrent.table(rows)
     assert lines[2:] == [
-        "| source | 7 | 1.0000 | 2.000 | 100.0 % | - | - |",
-        "| converted, not trained | 7 | 3.0000 | 8.000 | 25.0 % | - | - |",
+        "| source | 7 | 1.0000 | 1.0000 | 2.000 | 100.0 % | - | - |",
+        "| converted, not trained | 7 | 3.0000 | 3.0000 | 8.000 | 25.0 % | - | - |",
     ]
     scored(tmp_path / "out" / "distribution", valid=1.2)
     scored(tmp_path / "out" / "words", valid=1.1)
     assert recipe.table.best(recipe.models).name == "words"
+
+
+def test_tokens_that_the_source_cannot_know_choose_no_model(start, tmp_path):
+    """The last stage has learned the tags, here the second word of a line, and lost some of the rest."""
+    recipe, rows = start("--lines", "--unscored", "2"), {}
+    for name, first, loss in (("distribution", 9.0, 1.1), ("words", 1.0, 1.2)):
+        table = SCORES.splitlines()[0] + f"\n0\ttag\t{-first}\n1\t</s>\t{-loss}\n"
+        scored(tmp_path / "out" / name, valid=first + loss, test=first + loss)
+        for split in ("valid", "test"):
+            (tmp_path / "out" / name / f"{split}.tsv").write_text(table)
+        rows[name] = recipe.table.rows_of(recipe.start.named(name, None))[0]
+    assert recipe.table.best(recipe.models).name == "distribution"
+    assert (rows["words"]["loss"], rows["words"]["counted"]) == (2.2, 1.2)
 
 
 def test_the_folder_holds_the_best_model(start, tmp_path, monkeypatch):
@@ -135,6 +150,7 @@ def test_a_text_of_other_words_is_refused(tmp_path, log, says):
     "words, says",
     [
         (["--source", "gpt2", "--minutes", "0"], "--minutes: must be a whole number of at least 1, got '0'"),
+        (["--unscored", "2"], "--lines must be given with --unscored, which leaves out the first tokens of each line"),
         (["evaluate"], "must have a source, got none: run the stage prepare first"),
         (["--rule", "nonsense"], "the new attention cannot be: "),
         (["--rule", "softmax"], "the new attention cannot be: "),

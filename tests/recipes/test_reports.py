@@ -33,10 +33,10 @@ grid:
   - {table: B, rows: [{run: nan, row: Nan, valid: 1.0}, {run: far, row: Far, valid: diverged}]}
   - {table: C, rows: [{run: best, row: Extra}]}
 carried:
-  - {run: delta, row: Delta Network, trained: carried, evaluated: carried, state: 0.13, valid: 27.8, test: 29.4}
-  - {run: sum, row: Linear Transformer, trained: carried, evaluated: carried, state: 0.13, valid: "> 260"}
+  - {run: delta, row: Delta Network, trained: carried, state: 0.13, valid: 27.8, test: 29.4}
+  - {run: sum, row: Linear Transformer, trained: carried, state: 0.13, valid: "> 260"}
+  - {run: unit, row: Linear Transformer, trained: segments}
   - {run: xl, row: Transformer-XL, trained: carried, evaluated: memory 7 + 1, numbers: 8192, state: 0.13, valid: 65.7}
-  - {run: xl, row: Transformer-XL, trained: carried, evaluated: window}
 rows:
   peps: &corpus
     measures: [valid 0, test 0]
@@ -67,7 +67,7 @@ def recipe(tmp_path):
     """A recipe with a group of every kind, and the files of grids."""
     folder = tmp_path / "recipe"
     names = ["delta", "sum", "long", *(f"grid/{name}" for name in ("best", "worse", "alike", "none", "nan", "far"))]
-    for name in [*names, "carried/delta", "carried/sum", "carried/xl"]:
+    for name in [*names, "carried/delta", "carried/sum", "carried/unit", "carried/xl"]:
         (folder / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "conf" / f"{name}.yaml").write_text(CONF)
     for name, rows in yaml.safe_load(RECIPE).items():
@@ -95,6 +95,10 @@ def make_runs(out):
         for split in ("valid", "test"):
             made_up.result(folder, split, 8.0 if (name, split) == ("best", "test") else 4.0)
     made_up.trained(out / "carried" / "delta", diverged="gradient not finite after update 7\n")
+    for seed in (1, 2):
+        folder = made_up.trained(out / "carried" / "unit" / f"seed_{seed}", (50, 8.0))
+        for label in ("blocks", "window", "carried"):
+            made_up.result(folder, f"test {label}", 70.0 + seed, state_size=512)
     folder = made_up.trained(out / "carried" / "xl", (50, 8.0))
     for split, ppl in (("valid", 80.0), ("test", 81.25)):
         made_up.result(folder, f"{split} memory 7 + 1", ppl, state_size=73728)
@@ -198,13 +202,16 @@ def test_pictures_next_to_the_papers_tables_show_both(monkeypatch, tmp_path):
     monkeypatch.setattr(pictures, "save", lambda figure, path: figures_drawn.append(figure))
     found = {"best": 8.0, "worse": 4.0, "alike": 6.0, "far": "diverged"}
     pictures.draw_grid(asked["grid"], [{"run": run, "test": ppl, "valid": ppl} for run, ppl in found.items()], tmp_path)
-    ours = [{"state": 9000, "test": 81.25}, {"state": 8000, "test": ""}, {"state": 73728, "test": 90.0}]
-    pictures.draw_carried([*zip(asked["carried"], ours, strict=False)], tmp_path)
+    ours = [{"state": 9000, "test": 81.25}, {"state": 8000, "test": ""}, {"state": 900, "test": 50.0}]
+    ours.append({"state": 73728, "test": 90.0})
+    ways = ["carried", "carried", "window", "memory 7 + 1"]
+    rows = [row | {"evaluated": way} for row, way in zip(asked["carried"], ways, strict=True)]
+    pictures.draw_carried([*zip(rows, ours, strict=True), (rows[2] | {"evaluated": "blocks"}, ours[0])], tmp_path)
     grid, here, paper = (axes for figure in figures_drawn for axes in figure.axes)
     circles = [point for line in lines_of(grid) for point in line if len(line) == 1]
     # Best, worse, alike by the paper, which are 20, 30, 30 there and 2, 1, 1.5 times our best; none: only the paper's.
     assert circles[:7] == [(2, -1), (1, -1), (1, -2), (1.5, -2), (1.5, -3), (1.5, -3), (2, -4)]
-    assert lines_of(here) == [((73.728, 90.0),), ((9.0, 81.25),), ((73.728, 90.0),)]
+    assert lines_of(here) == [((73.728, 90.0),), ((9.0, 81.25),), ((0.9, 50.0),), ((73.728, 90.0),)]
     assert lines_of(paper) == [((130.0, 29.4),)]  # sum and Transformer-XL have no test perplexity
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -162,6 +163,40 @@ def test_validation_leaves_no_trace(setup):
     assert all(torch.equal(torch.stack(validations[0]), torch.stack(other)) for other in validations)
 
 
+def test_validation_from_the_training_state_goes_on_with_its_streams(setup):
+    """In turn where there are more, also after an epoch; training does not notice."""
+    task, model = setup({"validate_from_training_state": True})
+    criterion, samples = CrossEntropyCriterion(task, False), batches(task)
+    with pytest.raises(ValueError, match="--validate-from-training-state needs the state of a training, got none"):
+        task.valid_step(batches(task, "valid")[0], model, criterion)
+    for done in (samples[:2], samples[2:]):
+        train(task, model, done, criterion)
+        before, scores = task.training_state.save(), Scores()
+        for sample in batches(task, "valid", 7):
+            task.valid_step(sample, model, scores)
+        assert torch.equal(task.training_state.save(), before)
+        _, streams, state = task.training_state._now
+        blocks = task.dataset("valid")
+        for stream, found in enumerate(scores.all()):
+            first, end = (len(blocks) * index // 7 for index in (stream, stream + 1))
+            source, target = (torch.cat([blocks[i][key] for i in range(first, end)]) for key in ("source", "target"))
+            rows = torch.tensor([stream % len(streams)])
+            output = model(source.unsqueeze(0), state=state.reorder(rows))
+            expected = model.get_normalized_probs(output, log_probs=True)[0].gather(1, target.unsqueeze(1))
+            torch.testing.assert_close(found, expected.squeeze(1))
+
+
+def test_states_far_older_than_in_training_are_named(setup, caplog):
+    task, _ = setup()
+    for streams, count in ((12, 0), (6, 0), (1, 1)):
+        task.get_batch_iterator(task.dataset("train"), max_sentences=streams)
+        task.dataset_to_epoch_iter.clear()
+        assert caplog.text.count("states are scored after up to") == count
+    assert re.search(
+        r"after up to \d+ tokens, and none is older than \d+ in training: give a larger --batch", caplog.text
+    )
+
+
 def test_without_carry_state_each_segment_is_fairseqs(setup):
     """It is the loss of the stock task, for any number of streams."""
     task, model = setup({"carry_state": False})
@@ -320,6 +355,9 @@ NOT_IN_EVAL_LM = "fairseq-eval-lm cannot carry a state or use a context window"
 REFUSED = [
     (lambda make: make(TEXT, tokens_per_sample=0), "--tokens-per-sample must be at least 1, got 0"),
     (lambda make: make(TEXT, reset_state_after="</s>"), "--carry-state must be on with --reset-state-after"),
+    (lambda make: make(TEXT, validate_from_training_state=True), "must be on with --validate-from-training-state"),
+    (lambda make: make(TEXT, carry_state=True, validate_from_training_state=True, reset_state_after="</s>"),
+     "--reset-state-after must be left out with --validate-from-training-state, got '</s>'"),
     (lambda make: make(TEXT, carry_state=True, reset_state_after="<doc>"),
      "--reset-state-after must be a symbol of .*, got '<doc>'"),
     (lambda make: make({"train": [[]]}), r"the text \S+train.bin must have at least one token"),

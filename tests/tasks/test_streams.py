@@ -7,6 +7,7 @@ import torch
 from fairseq.data import TokenBlockDataset, iterators
 from support.pairwise import looped, pairwise
 
+from fairseq_fwp.tasks.streams import trained_age
 from fairseq_fwp.tasks.text import document_starts
 
 
@@ -45,6 +46,21 @@ def test_every_token_is_a_target_once(make_task, random_lines, separator, shards
     assert [token for index in sorted(seen) for token in seen[index]] == [token for line in lines for token in line]
     # fairseq repeats batches for a process that has fewer than another.
     assert len(set(counts)) == 1
+
+
+def test_the_age_of_a_training_is_that_of_its_longest_stream(make_task, random_lines):
+    """Before and after the end of an epoch; that of a segment where none is carried, and unknown with documents."""
+    for flags, ages in (({"carry_state": True}, [8, None]), ({}, [4, 4])):
+        task = make_task({"train": random_lines(50)}, tokens_per_sample=4, **flags)
+        iterator = task.get_batch_iterator(task.dataset("train"), max_sentences=3, max_tokens=99, num_shards=2)
+        itr = iterator.next_epoch_itr()
+        next(itr), next(itr)
+        assert trained_age(iterator.state_dict()) == ages[0]
+        _ = [*itr]
+        assert trained_age(iterator.state_dict()) == (ages[1] or 4 * len(iterator))
+        saved = iterator.state_dict()
+    saved["settings"] |= {"--reset-state-after": "</s>"}
+    assert trained_age(saved) is None and trained_age({"epoch": 1, "iterations_in_epoch": 3}) is None
 
 
 @looped("workers", [0, 2])

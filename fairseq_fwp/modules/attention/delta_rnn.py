@@ -48,6 +48,7 @@ class DeltaRnn(Attention):
         key_dim: int | None = None,
         sum_normalization: SumNormalization | None = None,
         l2_normalization: bool = False,
+        scale_read_out: bool = False,
         negative_eigenvalues: bool = False,
         backend: str = "auto",
     ) -> None:
@@ -57,6 +58,7 @@ class DeltaRnn(Attention):
             key_dim=key_dim,
             sum_normalization=sum_normalization,
             l2_normalization=l2_normalization,
+            scale_read_out=scale_read_out,
             negative_eigenvalues=negative_eigenvalues,
             backend=backend,
         )
@@ -95,7 +97,7 @@ class DeltaRnn(Attention):
                 written, new = torch.where(padded[..., None], memory, written), torch.where(padded, y, new)
             memory, y = written, new
             outs.append(y)
-        out = torch.stack(outs, 2) if outs else z
+        out = (torch.stack(outs, 2) if outs else z) * self.feedforward.scale
         return self.out_proj(self.merge_heads(out).to(x.dtype)), DeltaRnnState(after.weights, memory, y)
 
     def _project(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
