@@ -41,10 +41,6 @@ class Pieces:
             self.warned = True
         return cut
 
-    def join(self, text: str) -> str:
-        """Return a text with the pieces of each word put together again."""
-        return f"{text} ".replace("@@ ", "").rstrip(" ") if self.codes else text
-
 
 def find_codes(path: Path) -> Path | None:
     """Return the codes next to a dictionary (its file or folder), there or where the recipes write them, if any."""

@@ -116,7 +116,9 @@ class PretrainedModel(nn.Module):
 
     def decode(self, tokens: Tensor) -> str:
         """Return the words of tokens (L,), without the ends of lines and padding; pieces are put together again."""
-        return self.pieces.join(self.dictionary.string(tokens[tokens != self.dictionary.pad()]))
+        joined = "@@ " if self.pieces.codes else None
+        text: str = self.dictionary.string(tokens[tokens != self.dictionary.pad()], joined)
+        return text
 
     def _check_state(self, tokens: Tensor, state: object) -> None:
         if not isinstance(state, DecoderState):
