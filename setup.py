@@ -17,6 +17,7 @@ setup(
     long_description=(here / "README.md").read_text(encoding="utf-8") if (here / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     author="fairseq_fwp authors",
+    # url="REPOSITORY": for its owner to fill in, as in README.md and CITATION.cff.
     license="MIT",
     classifiers=[
         "Intended Audience :: Science/Research",

@@ -154,6 +154,7 @@ install() {
   echo "torch==$torch" >"$state/constraints.txt"
   set -- --constraint "$state/constraints.txt"
   pip_install "the build tools" "$@" setuptools wheel cython numpy ninja
+  compile_kernels &
   install_fairseq "$@"
   pip_install fairseq_fwp "$@" --no-build-isolation --editable "$root${extras:+[$extras]}"
   # fairseq asks for hydra-core 1.3.2, which does not run on Python 3.14.
@@ -166,6 +167,14 @@ install() {
   fi
   link_plugin
   install_nvcc
+  say "waiting for the kernels"
+  wait
+}
+
+# Meanwhile, on another core, as pip builds fairseq on one. If it fails, the first call of an operator says why.
+compile_kernels() {
+  local build='import sys; sys.path.insert(0, sys.argv[1]); from fairseq_fwp.kernels import load_kernels; load_kernels("cpu")'
+  "$python" -I -W ignore -c "$build" "$root" >/dev/null 2>&1 9>&- || true
 }
 
 # Three of fairseq's extensions include all C++ headers of PyTorch, which takes a minute each. Those that they use take a

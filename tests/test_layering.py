@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 CONFIG = {"fairseq", "numpy", "omegaconf", "torch"}
 BASE = CONFIG | {"fairseq_fwp.checks", "fairseq_fwp.options"}
 PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "onnxruntime", "sacrebleu", "safetensors", "tqdm", "yaml"}
-HARNESS = {"lm_eval", "subword_nmt", "tokenizers"}
+HARNESS = {"lm_eval", "tokenizers"}
 OURS = ("decoding", "distillation", "models", "modules", "ops", "synthetic", "tasks")
 ABOVE = {f"fairseq_fwp.{room}" for room in OURS}
 
@@ -23,7 +23,7 @@ ROOMS = {
     "checks": set(),
     "options": {"omegaconf"},
     "outputs": set(),
-    "patches": CONFIG | {"bitarray", "fairseq_cli", "fairseq_fwp.options", "fairseq_fwp.outputs"},
+    "patches": CONFIG | {"bitarray", "fairseq_cli", "subword_nmt", "fairseq_fwp.options", "fairseq_fwp.outputs"},
     "kernels": {"torch", "fairseq_fwp.outputs"},
     "ops": {"torch", "fairseq_fwp.kernels"},
     "interop": {"torch", "transformers", "fairseq_fwp.ops"},

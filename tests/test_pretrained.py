@@ -72,6 +72,17 @@ def test_the_dictionary_may_be_elsewhere(saved, tmp_path):
         assert lm.dictionary.symbols == make_dictionary(VOCABULARY).symbols and not lm.training
 
 
+def test_plain_words_are_cut_by_the_codes_and_joined(tmp_path):
+    words = make_dictionary(VOCABULARY - 2)
+    for piece in ("me@@", "mory"):
+        words.add_symbol(piece)
+    _, path = save(tmp_path, "delta", words)
+    (tmp_path / "codes").write_text("#version: 0.2\nm e\nm o\nr y</w>\nmo ry</w>\n")
+    lm = fairseq_fwp.load(path)
+    tokens = lm.encode("w1 memory")
+    assert tokens.tolist() == [[2, 5, 48, 49]] and lm.decode(tokens[0]) == "w1 memory"
+
+
 def test_words_that_come_again(tmp_path):
     """A second `<s>`, as RoBERTa's dictionary has it, and a word that replaces another: the last ones are read."""
     words = make_dictionary(VOCABULARY - 3)

@@ -61,7 +61,8 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
         where = run.hours if x == "hours" else {update: update for update in run.hours}
         if train:
             axes.plot([where[u] for u in run.train], [*run.train.values()], color=colour, alpha=0.5, lw=1, ls="--")
-        label = f"{run.label}: {run.valid[run.best]:.1f}"
+        best = run.valid[run.best]
+        label = f"{run.label}: {best:.{2 if best < 10 else 1}f}"
         marker = MARKERS[index % len(MARKERS)]
         axes.plot([where[u] for u in run.valid], [*run.valid.values()], label=label, color=colour, marker=marker)
     if metric == "ppl":
@@ -76,7 +77,9 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
     axes.set_xlabel("training time (hours)" if x == "hours" else "updates")
     axes.set_ylabel(METRICS[metric])
     axes.set_title("Validation" + (" (dashed: training)" if train else ""))
-    axes.legend(title="run: best validation")
+    curves = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    curves.sort(key=lambda line: line.get_ydata()[-1], reverse=True)  # as they end, from above
+    axes.legend(handles=curves, title="run: best validation")
     save(figure, path)
 
 

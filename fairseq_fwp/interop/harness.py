@@ -2,13 +2,13 @@
 
     lm_eval.simple_evaluate(Harness("checkpoint_best.pt", dictionary="DATA"), tasks=["lambada_openai"])
 
-Needs the packages lm_eval, subword_nmt and tokenizers; cli/harness.py is the command.
+Needs the packages lm_eval and tokenizers; cli/harness.py is the command.
 """
 
 import hashlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from torch import Tensor
 import fairseq_fwp
 from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.options import Settings
+from fairseq_fwp.patches.words import Pieces
 
 logger = logging.getLogger(__name__)
 
@@ -35,30 +36,21 @@ MOST_NEW_TOKENS = 256  # of a generation, where a task sets no number
 
 
 class Words:
-    """Words between spaces, each line ended by </s>, as fairseq-preprocess reads a text; codes: of subword-nmt."""
+    """Words between spaces, each line ended by </s>, as fairseq-preprocess reads a text; cut: into their pieces."""
 
-    def __init__(self, dictionary: Dictionary, codes: str | None) -> None:
-        from subword_nmt.apply_bpe import BPE
-
-        self.dictionary, self.warned, self.rules = dictionary, False, ""
-        self.split: Callable[[str], str] = str
-        if codes is not None:
-            self.rules = Path(codes).read_text(encoding="utf-8")
-            self.split = BPE(io.StringIO(self.rules)).process_line
+    def __init__(self, cut: Pieces) -> None:
+        self.dictionary, self.cut, self.rules = cut.dictionary, cut, cut.codes
 
     def pieces(self, text: str) -> list[tuple[int, str]]:
         """Return the tokens of a text with their words, as unknown words are one token."""
         pieces: list[tuple[int, str]] = []
         for line in io.StringIO(text, newline=None):  # ends a line where a file does, unlike splitlines
-            words = self.split(line).split()
+            words = self.cut(line).split()
             numbers = [*map(self.dictionary.index, words)]
             if self.dictionary.pad() in numbers:
                 raise ValueError(f"a text must not have the word {self.dictionary.pad_word}, which fills up lines")
             pieces += zip(numbers, words, strict=True)
             pieces += [(self.dictionary.eos(), "\n")] * line.endswith("\n")
-            if not self.warned and (unknown := [word for word in words if word not in self.dictionary]):
-                logger.warning(f"words that the dictionary lacks, such as {unknown[0]!r}, are scored as <unk>")
-                self.warned = True
         return pieces
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -128,7 +120,7 @@ class Harness(TemplateLM):
         or a folder, and options of its source;
     tokenizer: tokenizer.json or its folder, for a dictionary of numbers of tokens. Without it a text is words between
         spaces.
-    bpe_codes: of subword-nmt, for a text of words;
+    bpe_codes: of subword-nmt, for a text of words; None: those next to the dictionary, if any;
     max_length: tokens that the model reads before it scores one, by default those of a training sample: a longer
         context loses its first ones. To be continued, it also leaves learned positions for the new tokens;
     batch_size: requests of one length at once; device: "cpu", "cuda", by default a GPU. Without one it is the CPU.
@@ -164,7 +156,8 @@ class Harness(TemplateLM):
         self.positions: int = loaded.model.max_decoder_positions()
         if self.max_length > self.positions:
             raise ValueError(f"max_length must be at most {self.positions}, the learned positions, got {max_length}")
-        self.text = Numbers(self.dictionary, Path(tokenizer)) if tokenizer else Words(self.dictionary, bpe_codes)
+        pieces = Pieces(self.dictionary, Path(bpe_codes)) if bpe_codes else loaded.pieces
+        self.text = Numbers(self.dictionary, Path(tokenizer)) if tokenizer else Words(pieces)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Keep answers in a cache of this model: the harness finds them only by their requests.

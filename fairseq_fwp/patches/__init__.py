@@ -7,7 +7,7 @@ checkpoints would be lost or silently wrong, code would run from a file, or time
 """
 
 # They are applied in this order. messages is the last: it undoes what imports of the others do to the root logger.
-from fairseq_fwp.patches import stack, samples, checkpoints, training, updates, data, messages  # isort: skip  # noqa: F401
+from fairseq_fwp.patches import stack, samples, checkpoints, training, updates, data, words, messages  # isort: skip  # noqa: F401
 from fairseq_fwp.patches.patch import PATCHES, apply
 
 __all__ = ["PATCHES", "apply"]

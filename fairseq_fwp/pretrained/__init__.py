@@ -17,6 +17,7 @@ from fairseq_fwp.decoding import STARTS
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.options import Settings, word
 from fairseq_fwp.patches.hooks import KEY, take_fingerprints
+from fairseq_fwp.patches.words import find_codes
 from fairseq_fwp.pretrained import folder
 from fairseq_fwp.pretrained.checkpoint import build_filled, read
 from fairseq_fwp.pretrained.dictionary import check_words, dictionary_words, make_dictionary
@@ -33,7 +34,8 @@ def load(path: str | os.PathLike[str], dictionary: str | os.PathLike[str] | None
     weights, settings = read_ours(Path(path))
     words = dictionary_words(Path(path), None if dictionary is None else Path(dictionary))
     model = build(weights, settings, words).float()
-    return PretrainedModel(model, line_start(settings), settings.get("add_bos_token"))
+    codes = find_codes(Path(path if dictionary is None else dictionary))
+    return PretrainedModel(model, line_start(settings), settings.get("add_bos_token"), codes)
 
 
 def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:

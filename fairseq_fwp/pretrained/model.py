@@ -1,6 +1,7 @@
 """Trained language models as modules: tokens and a state in, log-probabilities and the next state out."""
 
 import math
+from pathlib import Path
 
 import torch
 from fairseq.data import Dictionary
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Beginning
 from fairseq_fwp.models.decoder import DecoderState
+from fairseq_fwp.patches.words import Pieces
 
 
 class PretrainedModel(nn.Module):
@@ -18,16 +20,22 @@ class PretrainedModel(nn.Module):
 
     model: with fairseq's interface; dictionary: fairseq's, between words and numbers;
     line_start, add_bos_token: settings of its task, the first if it was trained on separate lines;
-    beginning: what it therefore reads before a text.
+    beginning: what it therefore reads before a text;
+    codes: of subword-nmt, by which words that the dictionary lacks are cut into its pieces; None: they are `<unk>`.
     """
 
     def __init__(
-        self, model: FairseqLanguageModel, line_start: str | None = None, add_bos_token: bool | None = False
+        self,
+        model: FairseqLanguageModel,
+        line_start: str | None = None,
+        add_bos_token: bool | None = False,
+        codes: Path | None = None,
     ) -> None:
         super().__init__()
         self.line_start = line_start
         self.model = model
         self.dictionary: Dictionary = model.decoder.dictionary
+        self.pieces = Pieces(self.dictionary, codes)
         self.beginning = Beginning.of(self.dictionary, line_start, add_bos_token)
         self.eval()
         with torch.no_grad():
@@ -100,14 +108,16 @@ class PretrainedModel(nn.Module):
     def encode(self, text: str) -> Tensor:
         """Return the tokens (1, L) of words separated by blanks, after what the model reads before a text.
 
-        That is the end of a line, with --add-bos-token <s>, and with --line-start word nothing.
+        That is the end of a line, with --add-bos-token <s>, and with --line-start word nothing. Words that the
+        dictionary lacks are cut by the codes next to it. What it still lacks is `<unk>`, and told of once.
         """
-        words = self.dictionary.encode_line(text, append_eos=False, add_if_not_exist=False).long()
+        words = self.dictionary.encode_line(self.pieces(text), append_eos=False, add_if_not_exist=False).long()
         return torch.cat([words.new_tensor(self.beginning.tokens), words]).unsqueeze(0)
 
     def decode(self, tokens: Tensor) -> str:
-        """Return the words of tokens (L,), without the ends of lines and padding."""
-        text: str = self.dictionary.string(tokens[tokens != self.dictionary.pad()])
+        """Return the words of tokens (L,), without the ends of lines and padding; pieces are put together again."""
+        joined = "@@ " if self.pieces.codes else None
+        text: str = self.dictionary.string(tokens[tokens != self.dictionary.pad()], joined)
         return text
 
     def _check_state(self, tokens: Tensor, state: object) -> None:

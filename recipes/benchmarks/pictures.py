@@ -84,11 +84,12 @@ class Curves(NamedTuple):
 def draw(path, record, goals, panels):
     """Write the picture of a run with the panels that have measurements."""
     panels = [panel for panel in panels if panel.rows(record, goals)]
-    rows = -(-len(panels) // IN_A_ROW)
-    columns = -(-len(panels) // rows)
-    longest = max((len(panel.rows(record, goals)) for panel in panels if isinstance(panel, Bars)), default=0)
-    size = (11 * columns if longest else max(4.5 * columns, 7), max(4.2, 0.2 * longest) * rows)
-    figure, axes = load_pyplot().subplots(rows, columns, figsize=size, squeeze=False)
+    bars = [0.9 + 0.2 * len(panel.rows(record, goals)) for panel in panels if isinstance(panel, Bars)]
+    columns = 1 if bars else min(len(panels), IN_A_ROW)
+    rows = -(-len(panels) // columns)
+    heights = [*bars, *[4.2] * (rows - len(bars))]
+    size = (8.6 if bars else max(4.5 * columns, 7), sum(heights))  # bars below each other, for a page
+    figure, axes = load_pyplot().subplots(rows, columns, figsize=size, squeeze=False, height_ratios=heights)
     for place in axes.flat[len(panels) :]:
         place.axis("off")
     for place, panel in zip(axes.flat, panels, strict=False):

@@ -98,7 +98,7 @@ class Request(NamedTuple):
 
 
 def add_flags_of_models(parser: argparse.ArgumentParser) -> None:
-    models = "names of files in conf/, without .yaml, or of folders there (default: see the stages)"
+    models = "names of files in conf/, without .yaml, of folders, or FOLDER/TABLE (default: see the stages)"
     parser.add_argument("--models", nargs="+", metavar="NAME", help=models)
     parser.add_argument("--conf", metavar="YAML", help="one model, by its file; instead of --models")
     any_text = "with --data: accept another text than the recipe's"

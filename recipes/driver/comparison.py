@@ -140,8 +140,16 @@ def write_grid(tables: Path, out: Path, folder: Path) -> None:
         if run.updates is not None:
             rows.append({"run": name, **read_row(run)})
     if rows:
+        grid = with_rows(grid, {row["run"] for row in rows})
         draw_grid(grid, rows, folder / "grid.png")
         save(folder, "grid", rows, grid_lines(grid, rows), "grid.png")
+
+
+def with_rows(grid: list[dict[str, Any]], ended: set[str]) -> list[dict[str, Any]]:
+    """Return the tables with rows that have ended, without those that only share such rows with a complete table."""
+    asked = [{row["run"] for row in table["rows"]} for table in grid]
+    complete = set().union(*(rows for rows in asked if rows <= ended))
+    return [table for table, rows in zip(grid, asked, strict=True) if rows <= ended or rows & ended - complete]
 
 
 def grid_lines(grid: list[dict[str, Any]], rows: list[Row]) -> list[str]:

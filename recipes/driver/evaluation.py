@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from commands import RecipeError, check_same, run, whole, write
 from data.prepare import count
 from data.texts import TextData
-from flags import label, read_yaml, refusal, shaped, without_silent
+from flags import label, read_yaml, refusal, shaped, value_of, without_silent
 from log import read_json
 from model import Model
 
@@ -97,16 +97,17 @@ class Perplexity(NamedTuple):
         return [way._replace(label=f"{way.label} {own}".strip()) for way in ways]
 
     def evaluate(self, model: Model) -> None:
-        checkpoint = model.folder / "checkpoint_best.pt"
+        checkpoint, plugin = model.folder / "checkpoint_best.pt", value_of(model.flags, "--user-dir")
+        flags = [*self.flags, *(["--user-dir", plugin] if plugin else [])]
         for way in self.ways_of(model):
             if self.test:
                 name = f"own_{self.test.stem}"
                 folder = self.data.own_test(name, self.test, [self.test])
                 value = best(model.folder, way.label) if way.values else ""
                 path = result(model.folder, name, way.label, value)
-                score(checkpoint, path, folder / "bin", "test", folder, [*way.words(value), *self.flags])
+                score(checkpoint, path, folder / "bin", "test", folder, [*way.words(value), *flags])
             else:
-                evaluate(model.folder, self.data.bin, self.data.words, way, list(self.flags))
+                evaluate(model.folder, self.data.bin, self.data.words, way, flags)
 
 
 def result(folder: Path, *words: str) -> Path:

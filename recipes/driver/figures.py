@@ -212,9 +212,9 @@ def draw_capacity(axes: Any, results: list[Result]) -> None:
         if cell := cells.get((rule, *block), {}).get(ratio):
             loss = losses[y][x] = median(result.best for result in cell)
             answered = round(max(0, cell[0].size * (1 - 2 * loss)))  # each other key costs 1 / 2
-            axes.text(x, y, answered, ha="center", va="center", fontsize=8, color="white" if loss < 0.1 else "black")
+            axes.text(x, y, answered, ha="center", va="center", fontsize=8, color="black" if loss < 0.02 else "white")
     axes.grid(False)
-    image = axes.imshow(losses, aspect="auto", cmap="viridis", norm="log", vmin=0.001, vmax=0.5)
+    image = axes.imshow(losses, aspect="auto", cmap="viridis_r", norm="log", vmin=0.001, vmax=0.5)
     axes.set_xticks(range(len(columns)), [f"{ratio:g}" for _, ratio in columns], fontsize=7)
     axes.set_yticks(range(len(rules)), rules)
     axes.set_xlabel("number of keys over number of features, S / D; white line: 1")

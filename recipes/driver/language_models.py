@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from arguments import ROOT, Parser, Request, add_flags_of_data, add_flags_of_models, request_of, whole_number
+from arguments import Parser, Request, add_flags_of_data, add_flags_of_models, request_of, whole_number
 from commands import RecipeError, run, write
 from comparison import Comparison
 from data.prepare import read_lines
 from data.texts import TEXTS, TextData
+from engine import PLUGIN
 from evaluation import Perplexity, read_ways
+from flags import value_of
 from model import Choice, Model, Models
 from recipe import STAGES, Recipe
 from start import ModelStart
@@ -49,7 +51,7 @@ def compose(arguments: list[str], stages: Mapping[str, str] = STAGES_AND_SAMPLE,
         [Perplexity(partial(read_ways, evaluation), evaluation, data, request.evaluation_flags, request.test)],
         Comparison(request.recipe, request.out, measure, data.folder / "text" if args.per_word else None),
         evaluator="fwp-eval-lm",
-        sample=partial(sample, data, args.prompt, request.extra),
+        sample=partial(sample, data, args.prompt, args.next, request.extra),
         samples_in_all=bool(args.prompt),
     )
 
@@ -71,6 +73,7 @@ def add_flags_of_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", choices=TEXTS, required=True, help=hidden)
     parser.add_argument("--merges", type=whole_number, default=0, help=hidden)  # of BPE; 0: whole words
     parser.add_argument("--prompt", help=hidden)
+    parser.add_argument("--next", help=hidden)
     parser.add_argument("--per-word", action="store_true", help=hidden)
     lines = "use only the first N lines of valid and test, for a trial"
     parser.add_argument("--lines", type=whole_number, metavar="N", help=lines)
@@ -91,8 +94,8 @@ def source_flags(data: TextData) -> list[object]:
     return ["--source", "fwp-lm", "--vocabulary", data.bin / "dict.txt"]
 
 
-def sample(data: TextData, prompt: str | None, extra: list[str], model: Model) -> None:
-    """Print three texts that a model writes after the prompt."""
+def sample(data: TextData, prompt: str | None, following: str | None, extra: list[str], model: Model) -> None:
+    """Print three texts that a model writes after the prompt, and what a user may do next."""
     if data.source or not prompt:  # a text of the user is continued from the first words of its test set
         words = next(filter(None, read_lines(data.folder / "text" / "test.txt"))).split()
         prompt = " ".join(words[:4])
@@ -100,7 +103,8 @@ def sample(data: TextData, prompt: str | None, extra: list[str], model: Model) -
     log, out, written = data.out / "sample.log", data.out / "sample.txt", data.out / "prompt.txt"
     write(written, prompt + "\n")
     run(
-        "fairseq-interactive", data.bin, "--user-dir", ROOT / "fairseq_fwp", "--task", "language_modeling",
+        "fairseq-interactive", data.bin, "--user-dir", value_of(model.flags, "--user-dir", PLUGIN[1]),
+        "--task", "language_modeling",
         "--path", model.folder / "checkpoint_best.pt", "--input", written, *pieces,
         "--sampling", "--sampling-topp", 0.9, "--temperature", 0.7, "--beam", 3, "--nbest", 3, "--max-len-b", 200,
         "--seed", 1, *(flag for flag in extra if flag == "--cpu"), log=log,
@@ -108,4 +112,4 @@ def sample(data: TextData, prompt: str | None, extra: list[str], model: Model) -
     lines = (line.split("\t") for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("D-"))
     write(out, data.text.show("".join(line[2] + "\n" for line in lines)))
     print(f'Three texts that {model.name} wrote after "{prompt}" (also in {out}):')
-    print(out.read_text(encoding="utf-8"))
+    print(out.read_text(encoding="utf-8"), following or "", sep="\n")

@@ -88,23 +88,28 @@ class Models:
         raise RecipeError(f"--conf must be conf/NAME.yaml, got {path}; names: {', '.join(self.names())}.")
 
     def expand(self, names: list[str]) -> list[str]:
-        """Return names of models; a folder means all in it, in the order of the tables in FOLDER.yaml, if any."""
+        """Return names of models; a folder means all in it, in the order of the tables in FOLDER.yaml, if any.
+
+        FOLDER/NAME means those of the table of that name there.
+        """
         models, known = [], self.names()
         for name in names:
-            rows = self.recipe / f"{name}.yaml"
+            folder, _, table = name.partition("/")
+            rows = self.recipe / f"{folder}.yaml"
             inside = [other for other in known if other.startswith(f"{name}/")]
             if name in known:
                 inside = [name]
-            elif not inside:
-                raise RecipeError(f"--models must be among {', '.join(known)}, got {name}.")
             elif rows.exists():
-                inside = [f"{name}/{run}" for run in runs(rows)]
+                inside = [f"{folder}/{run}" for run in runs(rows, table)]
+            if not inside:
+                raise RecipeError(f"--models must be among {', '.join(known)}, got {name}.")
             models += inside
         return list(dict.fromkeys(models))
 
 
-def runs(path: Path) -> list[str]:
-    """Return the runs that rows, or rows of tables, name in a YAML file, each once."""
+def runs(path: Path, name: str = "") -> list[str]:
+    """Return the runs that rows, or rows of tables, name in a YAML file, each once; name: that of one table."""
     with shaped(path, "recipes/peps/grid.yaml"):
-        rows = [row for table in read_yaml(path) for row in table.get("rows", [table])]
+        tables = [table for table in read_yaml(path) if name in ("", table.get("name"))]
+        rows = [row for table in tables for row in table.get("rows", [table])]
         return list(dict.fromkeys(row["run"] for row in rows))

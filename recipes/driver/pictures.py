@@ -7,6 +7,7 @@ from typing import Any
 from fairseq_fwp.cli.plot_style import COLOURS, load_pyplot, save, use_log_scale
 
 OURS, PAPER = COLOURS["delta"], COLOURS["sum"]
+EDGE = 1.55  # of a grid: a row that is farther away would press all others together
 Row = dict[str, Any]
 
 
@@ -40,9 +41,13 @@ def draw_grid(grid: list[Row], rows: list[Row], path: Path) -> None:
                 axes.plot(ratios, [y, y], color="0.8", lw=1.2, zorder=1)
             for ratio, colour, face in zip(ratios, (OURS, PAPER), (OURS, "none"), strict=True):
                 axes.plot(ratio or [], [y] if ratio else [], "o", color=colour, markerfacecolor=face, markersize=7)
+                if ratio and ratio > EDGE:
+                    at_edge = {"ha": "right", "va": "center", "fontsize": 8.5, "transform": axes.get_yaxis_transform()}
+                    axes.text(1, y, f"{ratio:.2f} \N{RIGHTWARDS ARROW}", color=colour, **at_edge)
         y -= 2
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8.5)
     axes.set_ylim(y + 1.4, 0.7)
+    axes.set_xlim(right=min(axes.get_xlim()[1], EDGE))
     axes.set_xlabel("perplexity as a multiple of the best row (no circle: diverged or not run)")
     axes.grid(visible=False, axis="y")
     axes.tick_params(left=False)

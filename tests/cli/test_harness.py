@@ -24,6 +24,7 @@ from support.small_text import SIZE, prepare_random_text, train_model
 
 from fairseq_fwp.cli import harness
 from fairseq_fwp.interop.harness import Harness, Numbers, Words, find_device
+from fairseq_fwp.patches.words import Pieces
 
 KINDS = ("gated_delta_lm_wt103", "fwp_xl_lm", "fwp_fwl_lm")
 LEARNED = "softmax_lm_wt103"  # with learned positions
@@ -191,7 +192,7 @@ def test_lines_and_split_words_come_back(folder, tmp_path):
     for word in ("a@@", "b", "c"):
         dictionary.add_symbol(word)
     (tmp_path / "codes").write_text("#version: 0.2\nb c</w>\n")
-    words = Words(dictionary, str(tmp_path / "codes"))
+    words = Words(Pieces(dictionary, tmp_path / "codes"))
     tokens = [token for token, _ in words.pieces("ab c\n\nc b")]
     assert [dictionary[token] for token in tokens] == ["a@@", "b", "c", "</s>", "</s>", "c", "b"]
     assert words.decode(tokens) == "ab c\n\nc b"

@@ -10,6 +10,7 @@ import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.data import Dictionary
 from fairseq.data.dictionary import TruncatedDictionary
+from fairseq.hub_utils import GeneratorHubInterface
 from support.small_text import train_model, training, write_text
 
 from fairseq_fwp.cli import eval_lm
@@ -126,6 +127,28 @@ def test_words_that_come_again_are_saved_so(trained):
     assert (trained.folder / "saved.txt").read_text() == (trained.data / "dict.txt").read_text()
     found = Dictionary.load(str(trained.folder / "saved.txt"))
     assert (found.symbols, found.count, found.indices) == (words.symbols, words.count, words.indices)
+
+
+def test_typed_words_are_cut_by_codes_next_to_the_dictionary(tmp_path, caplog):
+    """By `fairseq-interactive` and `from_pretrained`; without codes, the first line with other words is told of."""
+    words, folder = dictionary("t@@", "he", "lo@@", "w"), tmp_path / "bin"
+    for path in (folder, tmp_path / "bpe"):
+        path.mkdir()
+    for codes, line, found, warned in (
+        (None, "the t@@ he low", "<unk> t@@ he <unk>", "lacks 2 of 4, such as 'the': they are read as <unk>. If it is"),
+        ("bpe/codes", "the t@@ he low", "t@@ he t@@ he lo@@ w", ""),
+        ("bin/codes", "the d", "t@@ he <unk>", "lacks 1 of 3, such as 'd': they are read as <unk>\n"),
+    ):
+        if codes:
+            (tmp_path / codes).write_text("#version: 0.2\nh e</w>\nl o\n")
+        task = Namespace(cfg=Namespace(data=f"{folder}:other"), source_dictionary=words)
+        expected = words.encode_line(found, add_if_not_exist=False).tolist()
+        caplog.clear()
+        for _ in range(2):
+            (typed,), lengths = tasks.FairseqTask.get_interactive_tokens_and_lengths(task, [line], str)
+            given = GeneratorHubInterface.binarize(Namespace(task=task, src_dict=words), line)
+            assert typed.tolist() == given.tolist() == expected and lengths == [len(expected)]
+        assert warned in caplog.text and len(caplog.records) == bool(warned)
 
 
 def test_what_a_fingerprint_tells_apart():

@@ -48,6 +48,7 @@ TESTS = {
     "leave_the_compiler_out": "test_updates::test_optimizers_do_without_the_compiler",
     "silence_known_warnings": "test_stack::test_only_known_warnings_are_silenced",
     "stop_without_log": "test_damaged_files::test_a_log_on_a_full_disk_ends_a_training",
+    "cut_typed_words cut_given_words": "test_dictionaries::test_typed_words_are_cut_by_codes_next_to_the_dictionary",
     "hide_debugging": "test_table::test_the_table_is_what_is_patched",
     "join_launched_processes": "test_launchers::test_processes_of_torchrun_find_each_other",
     "explain_other_files": "test_damaged_files::test_a_checkpoint_cut_anywhere",

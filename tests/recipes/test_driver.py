@@ -144,7 +144,7 @@ def test_progress_shows_how_far_it_is(capsys):
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
         "sum: 1,234 parameters",
         "sum update 30 of 120 ( 25%) ppl 10.2 500 tokens/s 0m 30s left",
-        "sum update 60 validation ppl 9.5 BLEU 31.25",
+        "sum update 60 validation ppl 9.50 BLEU 31.25",
         "sum update 60 validation loss 0.3329",
     ]
 

@@ -33,7 +33,9 @@ def recipe(tmp_path):
         path = folder / "conf" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(CONF)
-    (folder / "grid.yaml").write_text("- {table: T, rows: [{run: b}, {run: a}]}\n- {table: U, rows: [{run: b}]}\n")
+    (folder / "grid.yaml").write_text(
+        "- {table: T, rows: [{run: b}, {run: a}]}\n- {table: U, name: u, rows: [{run: b}]}\n"
+    )
     (folder / "rows.yaml").write_bytes((made_up.RECIPES / "decay_finetune/rows.yaml").read_bytes())
     (folder / "run.sh").write_text("#!/usr/bin/env bash\n# What it does.\nset -e\n")
     return folder
@@ -107,7 +109,7 @@ def test_models_are_names_folders_or_files(start, recipe, tmp_path):
 
     assert names() == ["delta", "sum"]
     assert names("--models", "grid delta", "grid/a") == ["grid/b", "grid/a", "delta"]
-    assert names("--models", "local") == ["local/base", "local/fwl"]
+    assert names("--models", "local", "grid/u") == ["local/base", "local/fwl", "grid/b"]
     assert names("--conf", "conf/grid/a.yaml") == ["grid/a"]
     (tmp_path / "own.yaml").write_text(CONF)
     assert names("--conf", tmp_path / "own.yaml") == ["own"]
