@@ -97,7 +97,7 @@ class DeltaRnn(Attention):
                 written, new = torch.where(padded[..., None], memory, written), torch.where(padded, y, new)
             memory, y = written, new
             outs.append(y)
-        out = (torch.stack(outs, 2) if outs else z) * self.feedforward.scale
+        out = (torch.stack(outs, 2) if outs else z) * self.feedforward.read_out.scale
         return self.out_proj(self.merge_heads(out).to(x.dtype)), DeltaRnnState(after.weights, memory, y)
 
     def _project(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
