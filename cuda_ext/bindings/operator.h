@@ -138,8 +138,8 @@ struct BackwardPass : Pass {
 
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `Device` has its type, the dtypes that its kernels take, whether out has the heads of a token next to each other, the number of
-// segments that they may compute in parallel, and run() of both passes. Without `keeps` there is no backward pass.
+// `Device` has its type, the dtypes that its kernels take, the number of segments that they may compute in parallel, and run() of
+// both passes. kTokensFirst: whether out has the heads of a token next to each other. Without `keeps` there is no backward pass.
 template <typename Device>
 FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& decay,
                          const Optional& value_decay, const Optional& rate, const Optional& removal_key,
