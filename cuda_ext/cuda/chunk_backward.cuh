@@ -40,8 +40,8 @@ using StateGradients = ChunkMatrices<kRows, std::conditional_t<kFades, float, Bf
 
 // The states before each chunk of a rule without decays.
 template <int kRows, bool kErases>
-struct ChunkStates : ChunkPass<kRows, kErases, false> {
-  using Pass = ChunkPass<kRows, kErases, false>;
+struct ChunkStates : ChunkPass<kRows, kErases, false, 1> {
+  using Pass = ChunkPass<kRows, kErases, false, 1>;
   using Pass::kParts;
 
   Brought value;  // the errors, if the rule erases

@@ -87,8 +87,8 @@ struct StateBefore {
 };
 
 template <int kRows, bool kErases, bool kFades>
-struct ChunkGradients : ChunkPass<kRows, kErases, kFades> {
-  using Pass = ChunkPass<kRows, kErases, kFades>;
+struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
+  using Pass = ChunkPass<kRows, kErases, kFades, 1>;
   using Pass::kRates;
 
   Brought d_out, value, d;  // value: the errors, if the rule erases

@@ -236,6 +236,22 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       if constexpr (!kReverse) take_away(value, chunk, this->own_column(), found);
       solve(chunk, found, write);
     }
+    // What needs no other chunk: after the state where a team waits for that, else before it, to have fewer numbers in registers.
+    const auto read_chunk = [&] {
+      if constexpr (kReads && !kFadesValues) {
+        if constexpr (!kErases) read_earlier<kIn>(value, chunk.scores, read);
+        if constexpr (kSolves) read_earlier<kOfResults>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
+      }
+      if constexpr (kGives) {
+        read_later<kOfResults>(value, chunk.scores, given);
+        read_later<kOfResults>(write, chunk.scores + Pass::kFound, given);
+      }
+      FWP_UNROLL for (int t = 0; t < kChunkBlocks && kReads && kSolves; ++t) {
+        if constexpr (kRemoves) for_elements(found[t], [](int, int, float& x) { x = -x; });
+        this->store_errors(error, n, t, found[t]);
+      }
+    };
+    if constexpr (Pass::kMostTeams == 1) read_chunk();
     before_writes();
     if constexpr (kFadesValues) {
       fade_values(n, chunk, memory, read, state, [&] { give(i, relay, state); });
@@ -243,19 +259,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       change(memory, value, write, state);
       give(i, relay, state);
     }
-    if constexpr (kReads && !kFadesValues) {
-      if constexpr (!kErases) read_earlier<kIn>(value, chunk.scores, read);
-      if constexpr (kSolves) read_earlier<kOfResults>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
-    }
-    if constexpr (kGives) {
-      read_later<kOfResults>(value, chunk.scores, given);
-      read_later<kOfResults>(write, chunk.scores + Pass::kFound, given);
-    }
-    if constexpr (kReads && kSolves)
-      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-        if constexpr (kRemoves) for_elements(found[t], [](int, int, float& x) { x = -x; });
-        this->store_errors(error, n, t, found[t]);
-      }
+    if constexpr (Pass::kMostTeams > 1) read_chunk();
     chunk.value.typed([&](const auto& through) {
       if constexpr (kReverse && !kEnds && kRemoves) this->store_results(d_removed, n, found, through);
       if constexpr (!kEnds && !(kReverse && kFadesValues))

@@ -322,14 +322,18 @@ struct ValueTile<1> {
   }
 };
 
+// Tokens in three parts leave no room for a second team.
+template <int kRows, int kIn>
+constexpr int kTeamsByKey = kIn == 1 ? kMostTeams<kRows> : 1;
+
 // kRows: a multiple of 16, at least Dk. The inputs `rate`, `decay` along the keys or for a head, and along the keys
 // `removal_key` and `removal`.
 template <int kRows, Rule kRule, int kIn>
-struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, true> {
+struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, true, kTeamsByKey<kRows, kIn>> {
   static constexpr bool kErases = erases_of(kRule) == Erases::kKey, kRemoves = erases_of(kRule) == Erases::kRemoval;
   static constexpr bool kSolves = kErases || kRemoves;  // for E
   static constexpr bool kFadesValues = fades_of(kRule) == Fades::kKeyAndValue;
-  using Base = ChunkPass<kRows, kSolves, true>;
+  using Base = ChunkPass<kRows, kSolves, true, kTeamsByKey<kRows, kIn>>;
   using Tokens = KeyTokens<kIn, kRemoves>;
   // Parts of factors of results: products of tokens, and states that are read.
   static constexpr int kOfResults = kIn == 1 ? kOfTokens : kExact, kOfReads = kIn;
@@ -338,8 +342,6 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
   static constexpr bool kHasSegments = !kFadesValues && kIn == 1;
   // Of columns: these rules need more shared memory.
   static constexpr int kMostWarps = kRemoves || kFadesValues ? kChunkWarps / 2 : kChunkWarps;
-  // In three parts, tokens leave no room for a second team.
-  static constexpr int kMostTeams = kIn == 1 ? Base::kMostTeams : 1;
   // The stored scores: P in parts, as exact as what depends on it, then -A (of a removal -Y) as in Scores, X, and -R.
   static constexpr int kScoreParts = kErases ? kExact : kOfResults;
   static constexpr int kErased = kScoreParts, kReadRemoved = kErased + kExact, kFound = kReadRemoved + kExact;

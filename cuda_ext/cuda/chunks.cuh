@@ -164,13 +164,13 @@ struct Scalars {
 FWP_BOTH constexpr int64_t of_segment(const ScanSize& size) { return int64_t(size.columns + size.rows) * size.rows; }
 
 // kRows: a multiple of 16, at least Dk. kErases: whether the rule erases what the key retrieves. kFades: whether there is a
-// decay by head.
-template <int kRows, bool kErases, bool kFades>
+// decay by head. kMost: teams, at most.
+template <int kRows, bool kErases, bool kFades, int kMost = kMostTeams<kRows>>
 struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
   static constexpr bool kRates = kErases || kFades;
   static constexpr int kMostWarps = kChunkWarps;
-  static constexpr int kMostTeams = cuda::kMostTeams<kRows>, kMostThreads = kChunkWarps * kWarp;  // of a block
+  static constexpr int kMostTeams = kMost, kMostThreads = kChunkWarps * kWarp;  // of a block
   static constexpr bool kAligned = kFades && !kErases;  // writes are split by split_rows: nothing corrects their errors
   static constexpr bool kHasSegments = true;
   static constexpr int kParts = kRates ? kExact : 1;  // of a write: values of the sum rule are exact in one
@@ -184,8 +184,9 @@ struct ChunkPass {
   Brought query, key, rate, decay;
 
   FWP_BOTH int block_columns() const { return warps * kBlock; }
-  FWP_DEVICE int team() const { return int(threadIdx.x) >> log_team; }
-  FWP_DEVICE int thread() const { return int(threadIdx.x) & ((1 << log_team) - 1); }  // in its team, as is the warp
+  FWP_DEVICE int team() const { return kMost > 1 ? int(threadIdx.x) >> log_team : 0; }
+  // In its team, as is the warp.
+  FWP_DEVICE int thread() const { return kMost > 1 ? int(threadIdx.x) & ((1 << log_team) - 1) : int(threadIdx.x); }
   FWP_DEVICE int warp() const { return thread() / kWarp; }
   FWP_DEVICE unsigned sequence() const { return blockIdx.x / slabs; }  // a segment of a head
   FWP_DEVICE int64_t head() const { return sequence() >> log_segments; }

@@ -19,13 +19,17 @@ GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255, "map
 # segments. Both passes of maps, for four types.
 KERNELS_BY_TYPE = {"f": 8 * (3 + 4) + 4, "d": 8 * (2 + 2) + 4, "L": (4 * 3 + 3 * 2 + 2 + 1 + 2 * 4 * 4 + 3 * 2) * 4}
 KERNELS_BY_TYPE["maps"] = 2 * 4
-# Bytes of local memory, at most: these passes use all registers, and keep some addresses outside.
+# Bytes of local memory, at most: these passes use all registers, and keep some addresses outside. The last ones of
+# each size are for the ends of segments.
 GREATEST_STACK = {
     "Gradients": 192,
     "KeyStatesILi128E": 144,
     "KeyStatesILi": 80,
     "KeyScoresILi16E": 16,
-    "ILi64ELb1E": 16,
+    "ILi16ELb1E": 32,
+    "ILi32ELb1E": 24,
+    "ILi64ELb1E": 48,
+    "ILi64ELb0ELb1E": 96,
     "ILi128ELb1E": 160,
     "ILi128ELb0ELb1E": 88,
     "RecurrentBackwardIdLNS_5FadesE0ELNS_6ErasesE1EEELi16E": 24,
