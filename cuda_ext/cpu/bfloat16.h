@@ -99,7 +99,9 @@ struct Stored {
     if constexpr (std::is_same_v<A, float>)
       if (half) {
         BFloat16* const to = halves(t);
-        for (int64_t i = 0; i < columns; i += kLanes<A>) write(to + i, load(from + i), columns - i);
+        int64_t i = 0;
+        for (; i + kLanes<A> <= columns; i += kLanes<A>) write(to + i, load(from + i), int64_t(kLanes<A>));
+        if (i < columns) write(to + i, load(from + i), columns - i);
         return;
       }
     std::memcpy(numbers(t), from, columns * sizeof(A));
@@ -108,7 +110,9 @@ struct Stored {
  private:
   template <typename T>
   static void copy(const T* from, int64_t columns, A* to) {
-    for (int64_t i = 0; i < columns; i += kLanes<A>) store(to + i, read(from + i, columns - i));
+    int64_t i = 0;
+    for (; i + kLanes<A> <= columns; i += kLanes<A>) store(to + i, read(from + i, int64_t(kLanes<A>)));
+    if (i < columns) store(to + i, read(from + i, columns - i));
   }
 };
 

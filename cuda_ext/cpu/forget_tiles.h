@@ -335,12 +335,15 @@ class ForgetTiles {
   FWP_INLINE void invert_row(const Line& x, int64_t t, Vector<float>& bad) {
     float factor[kTokens];
     x.store_to(factor, kTokens);
-    Line sum[2];
-    sum[0].clear(), sum[1].clear();
-    for (int64_t s = 0; s < t; ++s) sum[s % 2].subtract(factor[s], line(solved_ + s * kTokens));
-    sum[0].add(sum[1]);
+    Line even, odd;  // one sum would wait for each of its terms
+    even.clear(), odd.clear();
+    for (int64_t s = 0; s < t; s += 2) {
+      even.subtract(factor[s], line(solved_ + s * kTokens));
+      if (s + 1 < t) odd.subtract(factor[s + 1], line(solved_ + (s + 1) * kTokens));
+    }
+    even.add(odd);
     float* const to = solved_ + t * kTokens;
-    sum[0].store_to(to, kTokens);
+    even.store_to(to, kTokens);
     to[t] = 1;
     split_line(line(to), t, inverse_, bad);
   }
