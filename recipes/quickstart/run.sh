@@ -12,4 +12,4 @@ recipe language-model --text stdlib --merges 1000 --models delta sum softmax --p
 Next: your own text:     bash recipes/quickstart/run.sh --data FOLDER --out runs/mine
       your own rule:     CONTRIBUTING.md, \"A rule\"
       the trained model: fairseq_fwp.load(\"runs/quickstart/delta/checkpoint_best.pt\", dictionary=\"runs/quickstart/data/bin\")
-      all else:          README.md, \"What do you want to do?\"" -- "$@"
+      all else:          README.md, \"Where to go\"" -- "$@"
