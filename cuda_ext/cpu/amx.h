@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <stdexcept>
@@ -137,6 +138,28 @@ void multiply_factors(const TileFactors* factors, int count, int64_t steps, floa
   unit.template store<2>(below, kProductSide), unit.template store<3>(below + kTileSide, kProductSide);
 }
 
+// Whether a unit has the bits of the emulation, for some factors.
+template <typename Unit>
+bool is_as_emulated() {
+  constexpr int64_t kSteps = 2;
+  FactorTile tiles[4 * kSteps];
+  uint32_t draw = 1;
+  const auto number = [&] {  // of either sign, from 0.5 to 2
+    draw = draw * 1664525 + 1013904223;
+    return 0x3f00u | (draw >> 16 & 0x80ff);
+  };
+  for (FactorTile& tile : tiles)
+    for (auto& row : tile.pairs)
+      for (uint32_t& pair : row) pair = number() | number() << 16;
+  float found[kProductSide * kProductSide], expected[kProductSide * kProductSide];
+  const TileFactors factors{tiles, tiles + 2 * kSteps};
+  Unit::configure();
+  multiply_factors<Unit>(&factors, 1, kSteps, found);
+  Unit::release();
+  multiply_factors<EmulatedAmx>(&factors, 1, kSteps, expected);
+  return std::memcmp(found, expected, sizeof found) == 0;
+}
+
 // What computes products. A thread calls configure() before the first and release() after the last: other libraries use
 // tiles of other sizes.
 struct TileUnit {
@@ -158,7 +181,13 @@ struct TileUnit {
     if (choice != "auto" && choice != "off")
       throw std::invalid_argument("FWP_CPU_TILES must be auto, off or emulated, got " + choice);
 #ifdef FWP_AMX
-    if (choice == "auto" && Amx::available()) return of<Amx>();
+    static const bool usable = [] {
+      if (!Amx::available()) return false;
+      const bool right = is_as_emulated<Amx>();
+      if (!right) std::fputs("fairseq_fwp: this processor's tiles give other bits than expected, and are not used\n", stderr);
+      return right;
+    }();
+    if (choice == "auto" && usable) return of<Amx>();
 #endif
     return nullptr;
   }
