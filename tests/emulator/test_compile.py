@@ -25,13 +25,14 @@ GREATEST_STACK = {
     "Gradients": 192,
     "KeyStatesILi128E": 144,
     "KeyStatesILi": 80,
-    "KeyScoresILi16E": 16,
+    "KeyScoresILi": 16,
     "ILi16ELb1E": 32,
     "ILi32ELb1E": 24,
     "ILi64ELb1E": 48,
     "ILi64ELb0ELb1E": 96,
     "ILi128ELb1E": 160,
     "ILi128ELb0ELb1E": 88,
+    "ILi128ELb0ELb0E": 8,
     "RecurrentBackwardIdLNS_5FadesE0ELNS_6ErasesE1EEELi16E": 24,
 }
 

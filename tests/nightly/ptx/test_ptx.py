@@ -92,7 +92,7 @@ def name_of(kernel):
     return name + " in reverse" * (name == "ChunkKeyStates" and "Lb1ELb0EEE" in kernel)
 
 
-@pytest.mark.parametrize(("rule", "size"), product(CASES, (16, 64, 128)))
+@pytest.mark.parametrize(("rule", "size"), list(product(CASES, (16, 64, 128))))
 def test_instructions_of_a_chunk(interpreter, rule, size):
     """They bound the time of a pass from chunk to chunk. A number far below its ceiling deserves a lower one."""
     found = {name_of(kernel): count for kernel, count in instructions_of_chunks(interpreter, rule, size).items()}
