@@ -75,6 +75,8 @@ def one_sentence(command: str) -> Iterator[None]:
 def system_reason(error: BaseException) -> str:
     """Return the operating system's reason for an error: the message of torch's writer only gives a position."""
     cause: BaseException | None = error
-    while cause is not None and not getattr(cause, "strerror", None):
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    return getattr(cause, "strerror", None) or str(error).partition("\n")[0]
+    return str(error).partition("\n")[0]

@@ -2,7 +2,6 @@
 
 import copy
 from argparse import Namespace
-from operator import attrgetter
 
 import pytest
 import torch
@@ -30,15 +29,15 @@ FAVOR = {"decoder_feature_map": "favor"}
 ATTENTION, READ_OUT = {"attention_normalization": True}, "memory.normalization.read_out_only"
 REACHED = [
     ({"decoder_key_dim": 5}, "key_dim", 5),
-    ({"sum_normalization": True}, "sum_normalization.epsilon", 1e-6),
+    ({"sum_normalization": True}, "key_normalizations.0.epsilon", 1e-6),
     (ATTENTION, READ_OUT, False),
     ({**ATTENTION, "attention_normalization_read_out_only": True}, READ_OUT, True),
-    ({"sum_normalization": True, "normalization_epsilon": 0.5}, "sum_normalization.epsilon", 0.5),
-    ({"sum_normalization": True, "sum_normalization_epsilon": 0.25}, "sum_normalization.epsilon", 0.25),
-    ({"sum_normalization": True, "add_normalization_epsilon": True}, "sum_normalization.add_epsilon", True),
+    ({"sum_normalization": True, "normalization_epsilon": 0.5}, "key_normalizations.0.epsilon", 0.5),
+    ({"sum_normalization": True, "sum_normalization_epsilon": 0.25}, "key_normalizations.0.epsilon", 0.25),
+    ({"sum_normalization": True, "add_normalization_epsilon": True}, "key_normalizations.0.add_epsilon", True),
     ({**ATTENTION, "normalization_epsilon": 0.5}, "memory.normalization.epsilon", 0.5),
     ({**ATTENTION, "sum_normalization_epsilon": 0.5}, "memory.normalization.epsilon", 1e-6),
-    ({"scale_read_out": True}, "scale", 0.5),
+    ({"scale_read_out": True}, "read_out.scale", 0.5),
     ({"norm_read_out": True}, "read_out_norm.normalized_shape", (4,)),
     ({"fwp_backend": "kernel"}, "memory.backend", "kernel"),
     ({**FAVOR, "favor_draw": "gaussian"}, "feature_map.draw", "gaussian"),
@@ -54,7 +53,10 @@ REACHED = [
 
 @looped(("flags", "attribute", "value"), REACHED)
 def test_flags_reach_the_layer(flags, attribute, value):
-    assert attrgetter(attribute)(build_model("fwp_lm", **flags).decoder.layers[0].self_attn) == value
+    found = build_model("fwp_lm", **flags).decoder.layers[0].self_attn
+    for name in attribute.split("."):
+        found = found[int(name)] if name.isdigit() else getattr(found, name)
+    assert found == value
 
 
 def test_options_of_checkpoints():

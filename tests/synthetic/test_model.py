@@ -57,7 +57,7 @@ def test_projections_are_of_concatenated_embeddings(rule):
         model.query_proj(model.embedding(queries)),
         model.key_proj(written),
         values,
-        [projection(written) for projection in model.gate_projs.values()],
+        {name: projection(written) for name, projection in model.gate_projs.items()},
     )
     torch.testing.assert_close(model(keys, values, queries), expected)
 
