@@ -4,6 +4,7 @@ The operator takes the given arguments of ``fast_weights`` by name, and whether 
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shlex
@@ -48,12 +49,14 @@ def make_once(name: str, command: Sequence[str], files: Iterable[Path], folder: 
     for path in files:
         key.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     target = folder / f"{name}_{key.hexdigest()[:16]}"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / name
-            subprocess.run([*command, "-o", str(made)], check=True)
-            os.replace(made, target)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(target.with_suffix(".lock"), "w") as lock:  # other processes wait for this compilation
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                made = Path(scratch) / name
+                subprocess.run([*command, "-o", str(made)], check=True)
+                os.replace(made, target)
     return target
 
 
