@@ -7,6 +7,8 @@ PyTorch computes the definition.
 Shapes: B batch, L tokens, H heads, d numbers of a head.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -105,29 +107,15 @@ _INPUTS = "Tensor x, Tensor? weights, Tensor? z, Tensor memory, Tensor output, T
 
 
 @define("recurrent_delta", f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
-def _forward(
-    x: Tensor,
-    weights: Tensor | None,
-    z: Tensor | None,
-    memory: Tensor,
-    output: Tensor,
-    marks: Tensor | None,
-    keeps: bool,
-) -> tuple[Tensor, ...]:
+def _forward(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """Return o, the memory, and for the backward pass q, k, e and b of each token, and the memory of each chunk."""
     if x.device.type == "cpu" and kernel_ready("cpu"):
-        return torch.ops.fwp.recurrent_delta(x, weights, z, memory, output, marks, keeps)
-    return without_kernel(x, weights, z, memory, output, marks, keeps)
+        return torch.ops.fwp.recurrent_delta(x, *given)
+    return without_kernel(x, *given)
 
 
 def without_kernel(
-    x: Tensor,
-    weights: Tensor | None,
-    z: Tensor | None,
-    memory: Tensor,
-    output: Tensor,
-    marks: Tensor | None,
-    keeps: bool,
+    x: Tensor, weights: Tensor | None, z: Tensor | None, memory: Tensor, output: Tensor, marks: Tensor | None, _: bool
 ) -> tuple[Tensor, ...]:
     """Return the same from the definition; for the backward pass x, and the first memory for each chunk."""
     out, last = definition(x, weights, z, memory, output, marks)
@@ -169,15 +157,7 @@ def _of_chunks(x: Tensor, memory: Tensor) -> Tensor:
 
 
 @torch.library.register_fake(_forward)
-def _(
-    x: Tensor,
-    weights: Tensor | None,
-    z: Tensor | None,
-    memory: Tensor,
-    output: Tensor,
-    marks: Tensor | None,
-    keeps: bool,
-) -> tuple[Tensor, ...]:
+def _(x: Tensor, _: None, __: None, memory: Tensor, output: Tensor, marks: None, keeps: bool) -> tuple[Tensor, ...]:
     out = x.new_empty(*x.shape[:3], output.shape[-1])
     saved = torch.empty_like(x) if keeps else x.new_empty(0)
     kept = _of_chunks(x, memory).flatten(0, 2) if keeps else memory.new_empty(0, *memory.shape[2:])
@@ -186,16 +166,7 @@ def _(
 
 @torch.library.register_fake(_backward)
 def _(
-    weights: Tensor | None,
-    z: Tensor | None,
-    output: Tensor,
-    marks: Tensor | None,
-    last: Tensor,
-    out: Tensor,
-    saved: Tensor,
-    kept: Tensor,
-    d_out: Tensor,
-    d_last: Tensor,
+    _: None, __: None, output: Tensor, ___: None, last: Tensor, out: Tensor, saved: Tensor, *____: Tensor
 ) -> tuple[Tensor, ...]:
     return torch.empty_like(saved), torch.empty_like(out), torch.empty_like(last), torch.empty_like(output)
 
