@@ -3,19 +3,22 @@
 from argparse import Namespace
 from dataclasses import field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 Settings: TypeAlias = dict[str, Any]  # of a model, a task or a file, by their names
 Value = TypeVar("Value")
 MISSING = object()
 
 
-Options = TypeVar("Options", bound="DataclassInstance")
+class Dataclass(Protocol):
+    """An instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[Settings]
+
+
+Options = TypeVar("Options", bound=Dataclass)
 
 
 def option(default: Any, text: str, **metadata: object) -> Any:
