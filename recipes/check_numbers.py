@@ -90,6 +90,11 @@ def of_likelihood(row: Row) -> list[float]:
     return [100 * math.exp(row.table.number(0, loss) - row.table.number(row.place, loss))]
 
 
+def sentences_a_second(row: Row) -> list[float]:
+    """The sentences of both cases divided by their seconds."""
+    return [count / row.table.number(row.place, f"seconds for {count:,} ") for count in (1000, 100)]
+
+
 def time_of_layers(row: Row) -> list[float]:
     """The time of fast weight layers, by SGD's and by RMS': the inverse of the tokens a second above."""
     table = row.table.above[0 if row.label.startswith("local") else 1]
@@ -120,6 +125,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "^behind.*; (?!FAVOR|DPFP|ELU)": behind("valid", "test"),
         "^behind": behind("after both: valid", "after both: test"),
         "above|^rows self|^linear in all": above,
+        "^sentences a second": sentences_a_second,
     },
     "recurrent": {"^of the source": of_likelihood},
     "sequence_problems": {"; a guess": lambda row: [100 / 2, 100 / 6, 100 / 16]},
