@@ -69,6 +69,7 @@ def number(value: Any) -> float | None:
 STYLES = {
     "Delta Network": (COLOURS["delta"], "o"),
     "Delta Network, post-norm, output / sqrt(d)": (COLOURS["delta"], "^"),
+    "Delta Network, DPFP": (COLOURS["delta"], "P"),
     "Delta, keys of length one": (COLOURS["delta"], "*"),
     "Gated delta rule": (COLOURS["gated_delta"], "o"),
     "Linear Transformer": (COLOURS["sum"], "s"),
