@@ -103,24 +103,14 @@ def time_of_layers(row: Row) -> list[float]:
     return [table.number(rule, "tokens/s") / table.number(layers, "tokens/s") for rule in rules]
 
 
-def ahead_of_model(row: Row) -> list[float]:
-    """How far fast weight layers on the deeper Transformer-XL, above, are ahead of the first row, in %."""
-    columns = {"valid": 6, "test": 7}
-    layers = {head: row.table.above[-1].number("FWLs", column) for head, column in columns.items()}
-    return [100 * (1 - found / row.table.number(0, head)) for head, found in layers.items()]
-
-
 # By recipe: a pattern of "head; label", and its rule.
 RULES: Mapping[str, Mapping[str, Rule]] = {
-    "associative_retrieval": {
-        "^times as fast": lambda row: [row.table.number(row.place, "an epoch") / row.table.number(row.place, "ours")],
-    },
     "decay_finetune": {
         "^of the source, valid": share("then the distribution"),
         "^of the source;": share("valid 0"),
         r"\(above\)": above,
     },
-    "fwl": {"^(SGD|RMS);": time_of_layers, "; FWLs ahead": ahead_of_model},
+    "fwl": {"^(SGD|RMS);": time_of_layers},
     "multi30k": {
         "^behind.*; (?!FAVOR|DPFP|ELU)": behind("valid", "test"),
         "^behind": behind("after both: valid", "after both: test"),
