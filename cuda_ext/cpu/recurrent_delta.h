@@ -255,6 +255,7 @@ class RecurrentDelta {
   // W before token t, which is a document's first: from the state that was kept before it.
   void rebuild(int64_t t, const uint8_t* marks, Tokens<const A> saved, const A* kept) {
     const int64_t begin = t / kKeptEvery * kKeptEvery;
+    clear(w_);  // NaN times the zeros of padding lanes was NaN there: it would reach all earlier documents
     load_matrix(kept + begin / kKeptEvery * d_ * d_, w_);
     for (int64_t s = begin; s < t; ++s) {
       if (marks[s] & kFirst) clear(w_);

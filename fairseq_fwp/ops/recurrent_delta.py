@@ -64,7 +64,8 @@ def recurrent_delta(
     for mask, bit in ((first, FIRST), (padding, PADDING)):
         if mask is not None:
             expect_shape("first, padding", mask, B=batch, L=length)
-            marks = (mask * bit if marks is None else marks + mask * bit).to(torch.uint8)
+            mark = mask.contiguous().to(torch.uint8) * bit
+            marks = mark if marks is None else marks + mark
     x, memory, output = (part.to(dtype).contiguous() for part in (x, memory, output))
     weights, z = (None if part is None else part.to(dtype).contiguous() for part in (weights, z))
     if backend == "reference" or is_transformed() or not x.is_cpu:

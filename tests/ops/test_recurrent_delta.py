@@ -75,6 +75,28 @@ def test_padding_changes_nothing_and_documents_begin_empty():
     assert torch.equal(out[:, 7:], output.unsqueeze(1).expand(-1, 2, -1, -1))
 
 
+@looped("layout", [lambda x: x.t().contiguous().t(), lambda x: x[:1].expand(B, -1)])
+def test_masks_in_any_layout(layout):
+    given = sample(40, 5, "wms")
+    masks = {name: layout(given[name]) for name in ("first", "padding")}
+    dense = {name: mask.contiguous() for name, mask in masks.items()}
+    for x, y in zip(run({**given, **masks}), run({**given, **dense}), strict=True):
+        assert torch.equal(x, y)
+
+
+@looped("dim", [3, 16, 17])
+def test_nan_stays_in_its_document(dim):
+    given = sample(80, dim, "wz", torch.float32)
+    given["x"][:, 40] = torch.nan
+    given["x"].requires_grad_()
+    begins = torch.zeros(B, 80, dtype=torch.bool)
+    begins[:, [35, 50]] = True
+    out = recurrent_delta(**given, first=begins)[0]
+    (gradient,) = torch.autograd.grad(out.sum(), given["x"])
+    for x in (out, gradient):
+        assert x[:, :35].isfinite().all() and x[:, 50:].isfinite().all()
+
+
 def test_no_tokens():
     given = sample(0, 4, "ws")
     out, memory, output = recurrent_delta(**given)
