@@ -45,8 +45,10 @@ def recurrent_delta(
     backend: "reference" is the definition, which can be differentiated any number of times; any other: the kernel, on a
     CPU.
 
-    Raises ValueError for other shapes.
+    Raises ValueError for other shapes, and TypeError for numbers that are not real or masks that are not bool.
     """
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating-point, got {x.dtype}")
     expect_shape("x", x, B=None, L=None, H=None, gates=None)
     batch, length, heads, gates = x.shape
     if gates % 3 != 1 or gates == 1:
@@ -64,6 +66,8 @@ def recurrent_delta(
     for mask, bit in ((first, FIRST), (padding, PADDING)):
         if mask is not None:
             expect_shape("first, padding", mask, B=batch, L=length)
+            if mask.dtype != torch.bool:
+                raise TypeError(f"first and padding must be bool, got {mask.dtype}")
             mark = mask.contiguous().to(torch.uint8) * bit
             marks = mark if marks is None else marks + mark
     x, memory, output = (part.to(dtype).contiguous() for part in (x, memory, output))

@@ -139,10 +139,12 @@ WRONG = [
     ({"x": torch.zeros(2, 3, 4, 7), "z": torch.zeros(2, 3, 4, 3)}, "z must have shape"),
     ({"x": torch.zeros(2, 3, 4, 7), "memory": torch.zeros(2, 4, 2, 3)}, "memory must have shape"),
     ({"x": torch.zeros(2, 3, 4, 7), "first": torch.zeros(2, 4, dtype=torch.bool)}, "first, padding must have shape"),
+    ({"x": torch.zeros(2, 3, 4, 7), "first": torch.zeros(2, 3)}, "first and padding must be bool, got torch.float32"),
+    ({"x": torch.zeros(2, 3, 4, 7).int()}, "x must be floating-point, got torch.int32"),
 ]
 
 
 @looped("given, message", WRONG)
 def test_wrong_shapes(given, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         recurrent_delta(**given)
