@@ -96,9 +96,16 @@ def _replace_xlstm() -> None:
         return
     _replace(modeling_xlstm.xLSTMBackend, "forward", _xlstm_backend(modeling_xlstm.xLSTMBackend.forward))
     for name in ("qk", "v"):
-        factor = f"{name}_dim_factor"
-        size = property(lambda cfg, factor=factor: int(cfg.hidden_size * getattr(cfg, factor)) // cfg.num_heads)
-        _replace(configuration_xlstm.xLSTMConfig, f"{name}_head_dim", size)
+        _replace(configuration_xlstm.xLSTMConfig, f"{name}_head_dim", _head_dim(f"{name}_dim_factor"))
+
+
+def _head_dim(factor: str) -> property:
+    """Return the size of a head of xLSTM, as its layers have it."""
+
+    def size(cfg: Any) -> int:
+        return int(cfg.hidden_size * getattr(cfg, factor)) // int(cfg.num_heads)
+
+    return property(size)
 
 
 def _xlstm_backend(theirs: Function) -> Function:
@@ -118,18 +125,19 @@ def _xlstm_backend(theirs: Function) -> Function:
         return_last_states: bool | None = None,
         mode: str | None = None,
     ) -> Any:
-        states = (c_initial, n_initial, m_initial)
         if not _users or query.device.type != "cpu":
+            states = (c_initial, n_initial, m_initial)
             return theirs(self, query, key, value, igate, fgate, *states, return_last_states, mode)
-        if 0 < sum(x is None for x in states) < 3:
+        given = [x for x in (c_initial, n_initial, m_initial) if x is not None]
+        if len(given) not in (0, 3):
             raise ValueError("c_initial, n_initial and m_initial must be given together, got only some")
-        mode = mode or self.config.mode
-        if return_last_states is None or "inference" in mode:
-            return_last_states = self.config.return_last_states or "inference" in mode
+        if return_last_states is None:
+            return_last_states = self.config.return_last_states
+        return_last_states |= "inference" in (mode or self.config.mode)
         before = None
-        if c_initial is not None:
+        if given:
             # The model overwrites its cache, which a backward pass may still need.
-            C, n, m = (x.to(state_dtype(query.dtype), copy=torch.is_grad_enabled()) for x in states)
+            C, n, m = (x.to(state_dtype(query.dtype), copy=torch.is_grad_enabled()) for x in given)
             before = MlstmState(C, n, m.squeeze(-1))
         query = query * query.shape[-1] ** -0.5
         out, after = mlstm_rule(query, key, value, igate, fgate, before, epsilon=self.config.eps)
