@@ -5,6 +5,22 @@
 #include <cstdint>
 #include <type_traits>
 
+// Symbols, in all kernels and in README.md. Small letters are of one token t, capital ones of all tokens of a chunk, in rows.
+//
+//   W      the state, Dk x Dv              q, k, v   query, key and value
+//   a, z   the decays along the keys and along the values; by head, a is one number
+//   b      the rate of a write             e         the error v - k W, or v if nothing is erased
+//   y, x   of a removal: what y retrieves (removal_key) is subtracted under x (removal)
+//   d_q    the gradient of q               G         that of W_t, through all reads of it or of a later state
+//
+// In chunks, W is the state before the chunk and W_C that after it. F_ts and Z_ts are the products of a and z of tokens s + 1 to
+// t. Likewise c_t begins with the chunk's first token, w_s ends with its last, and c_C has all.
+//
+//   P, A   the scores of tokens that read, q_t (F_ts * k_s), and that erase, k_t (F_ts * k_s)
+//   U      what is written, b E            D         the gradient of E
+//
+// The papers have beta for b, and for a: alpha (gated delta), g (gated), f (decay; z is theirs), w (RWKV-7).
+
 namespace fwp {
 
 // What a rule does before it writes:

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 
 import torch
 from fairseq.data import Dictionary
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from fairseq_fwp.checks import look_up
@@ -32,7 +32,7 @@ from fairseq_fwp.models.translation_layers import CausalAttention, SequenceAtten
 from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, LinearAttention, SoftmaxAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, MambaDecay
-from fairseq_fwp.options import Settings
+from fairseq_fwp.options import Settings, read_options
 from fairseq_fwp.pretrained.checkpoint import SEED
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
     source, options = configure(conversion.flags), {**DEFAULTS, **chosen}
     initialisation = rule_initialisation(options["decoder_update_rule"], method.decay_spans)
     with torch.device("meta"):
-        before = cast(SoftmaxAttention, build_attention(FwpLanguageModelConfig, source))
+        before = cast(SoftmaxAttention, build_attention(source, *source.attention_sizes))
     dropped = () if softmax_layers else ONLY_SOFTMAX
     flags = {
         **{name: value for name, value in conversion.flags.items() if name not in dropped},
@@ -217,11 +217,11 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
             prefix = f"{layer}self_attn."
             softmax = {name: conversion.weights[prefix + name] for name in PARTS if prefix + name in conversion.weights}
             if kind == SOFTMAX:
-                attention = build_attention(FwpLanguageModelConfig, cfg, kind)
+                attention = build_attention(cfg, *cfg.attention_sizes, kind)
                 zeros = {name: torch.zeros_like(tensor) for name, tensor in attention.state_dict().items()}
                 attention.to(softmax["in_proj.weight"].dtype).load_state_dict({**zeros, **softmax})
             else:
-                attention = build_attention(FwpLanguageModelConfig, cfg)
+                attention = build_attention(cfg, *cfg.attention_sizes)
                 assert isinstance(attention, FastWeightAttention)  # `check_options` refuses others
                 attention.apply(initialize)
                 norm = f"{layer}self_attn_layer_norm.weight"
@@ -233,7 +233,7 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
     return conversion._replace(flags=flags, weights=weights)
 
 
-def head_flags(softmax: SoftmaxAttention, source: DictConfig, chosen: Settings) -> Settings:
+def head_flags(softmax: SoftmaxAttention, source: FwpLanguageModelConfig, chosen: Settings) -> Settings:
     """Return the options of heads that are not those of the source's other options: their number, and their sizes."""
     width, heads = softmax.sizes[0], chosen.get("decoder_attention_heads", softmax.num_heads)
     flags = {"decoder_attention_heads": softmax.num_heads} if source.attention_softmax_heads else {}
@@ -322,10 +322,11 @@ def check_size(attention: FastWeightAttention | LinearAttention, feature_map: st
         raise ValueError(f"--state-size must be {features} for the map {feature_map}, got {size}")
 
 
-def configure(flags: Settings) -> DictConfig:
+def configure(flags: Settings) -> FwpLanguageModelConfig:
     """Return the configuration of a language model with these flags."""
     of_task = {"max_target_positions": None, "add_bos_token": False}
-    return OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), {**of_task, **flags})
+    cfg = OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), {**of_task, **flags})
+    return read_options(FwpLanguageModelConfig, cfg)
 
 
 def scale_by_decay(attention: FastWeightAttention, q: Tensor, k: Tensor, v: Tensor) -> Projections:

@@ -1,14 +1,23 @@
 """Options of models and tasks in fairseq's dataclasses, and their settings as text."""
 
 from argparse import Namespace
-from dataclasses import field
+from dataclasses import field, fields
 from enum import Enum
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from omegaconf import OmegaConf
 
 Settings: TypeAlias = dict[str, Any]  # of a model, a task or a file, by their names
 Value = TypeVar("Value")
+
+
+class Dataclass(Protocol):
+    """An instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Options = TypeVar("Options", bound=Dataclass)
 
 
 def option(default: Any, text: str, **metadata: object) -> Any:
@@ -17,6 +26,14 @@ def option(default: Any, text: str, **metadata: object) -> Any:
     same_function: whether trained weights compute the same function with every value.
     """
     return field(default=default, metadata={"help": text, **metadata})
+
+
+def read_options(kind: type[Options], settings: Any) -> Options:
+    """Return a dataclass of options from settings that may have others too; options that they lack have defaults."""
+    names = [each.name for each in fields(kind)]
+    is_config = OmegaConf.is_config(settings)  # which may have None for all names; fairseq's others find parts by name
+    given = [name for name in names if (name in settings if is_config else hasattr(settings, name))]
+    return kind(**{name: getattr(settings, name) for name in given})
 
 
 def setting(settings: object, name: str, default: Value) -> Value:

@@ -60,7 +60,7 @@ def kernel_comments(source):
     for code in source.splitlines():
         before, slashes, text = code.partition("//")
         whole = bool(slashes) and not before.strip()
-        if slashes:
+        if slashes and not text.startswith(" " * 5):  # indented: equations and loops
             found.append(f"{found.pop()}\n{text[1:]}" if whole and joined else text[1:])
         joined = whole
     return found

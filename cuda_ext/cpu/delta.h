@@ -1,6 +1,5 @@
-// The delta rule on one block of columns: W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1}), out_t = q_t W_t. ../README.md
-// derives the backward pass. It stores no states and undoes no writes. The gradients of queries and keys need W_t. The
-// saved errors e_t = v_t - k_t W_{t-1} rebuild it, in forward order.
+// The delta rule on one block of columns. ../README.md derives the backward pass. It stores no states and undoes no
+// writes. The gradients of queries and keys need W_t, which the saved errors e_t rebuild, in forward order.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +42,7 @@ struct Gram {
   }
 };
 
-// Compute beta_s (x_s - sum over m < s of (k_s . k_m) x_m). This turns retrieved values of a group, all read before its
+// Compute b_s (x_s - sum over m < s of (k_s . k_m) x_m). This turns retrieved values of a group, all read before its
 // first write, into its sequential writes. `before` receives the bracket.
 template <int T, int kGroup, typename A, int NV>
 FWP_INLINE void solve_group(const Gram<kGroup, A>& gram, const A (&rate)[T], Group<A, NV> (&x)[T],
@@ -57,6 +56,11 @@ FWP_INLINE void solve_group(const Gram<kGroup, A>& gram, const A (&rate)[T], Gro
 }
 
 // One pass per group of tokens: its writes, its reads, and the values that the keys of the next group retrieve.
+//
+//     for t in range(L):
+//         e[t] = v[t] - k[t] @ W
+//         W += outer(k[t], b[t] * e[t])
+//         out[t] = q[t] @ W
 template <typename A, int NV>
 struct DeltaForward {
   static constexpr int kGroup = kDeltaTokens;
@@ -124,10 +128,17 @@ struct DeltaForward {
   }
 };
 
-// In reverse over a block of value columns, with G the gradient of W: d_v_t = beta_t k_t G_t, d_beta_t, and the first
-// half of d_k_t, which is beta_t e_t G_t^T. All token sequences are passed in reverse. There is one pass per group of
-// tokens. It adds the d_v terms of the previous group to G, then does the reads of its own group. The d_v of a group
-// are added to G after all its reads, and a correction follows for these reads.
+// In reverse over a block of value columns, with the first half of d_k. All token sequences are passed in reverse.
+//
+//     for t in reversed(range(L)):
+//         G += outer(q[t], d_out[t])
+//         d_v[t] = b[t] * (k[t] @ G)
+//         d_b[t] = k[t] @ G @ e[t]
+//         d_k[t] = b[t] * (G @ e[t])
+//         G -= outer(k[t], d_v[t])
+//
+// There is one pass per group of tokens. It adds the d_v terms of the previous group to G, then does the reads of its
+// own group. The d_v of a group are added to G after all its reads, and a correction follows for these reads.
 template <typename A, int NV>
 struct DeltaBackwardWrites {
   static constexpr int kGroup = kDeltaTokens, kHalf = kLanes<A> / 2;
@@ -202,7 +213,7 @@ struct DeltaBackwardWrites {
   }
 
  private:
-  // d_k_s = beta_s (e_s G^T - sum over m < s of (e_s . d_v_m) k_m), with G after the reads of the group.
+  // d_k_s = b_s (e_s G^T - sum over m < s of (e_s . d_v_m) k_m), with G after the reads of the group.
   template <int T>
   FWP_INLINE void store_d_keys(int64_t t, const Group<A, NV> (&error_of)[T], const Group<A, NV> (&d_value)[T],
                                const A* const (&key)[T], const A (&rate)[T]) {
@@ -225,8 +236,14 @@ struct DeltaBackwardWrites {
   }
 };
 
-// In forward order over a block of key columns of W^T: d_q_t = d_out_t W_t^T and the second half of d_k_t, -d_v_t
-// W_{t-1}^T. W is rebuilt from the errors with exactly the operations of the forward pass, in the same order, so to the
+// In forward order over a block of key columns of W^T, with the second half of d_k.
+//
+//     for t in range(L):
+//         d_k[t] -= W @ d_v[t]
+//         W += outer(k[t], b[t] * e[t])
+//         d_q[t] = W @ d_out[t]
+//
+// W is rebuilt from the errors with exactly the operations of the forward pass, in the same order, so to the
 // last bit. This is necessary: the forward pass corrects its rounding errors, but this pass does not correct different
 // ones. After thousands of tokens their sum would exceed all other errors.
 template <typename A, int NV>

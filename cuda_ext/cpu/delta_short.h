@@ -1,7 +1,7 @@
 // The delta rule on the first tokens of a sequence without an initial state, in quadratic form. Let N_ts = k_t . k_s
 // and S_ts = q_t . k_s.
 //   The error is   e_t   = v_t - sum over s < t of N_ts u_s,
-//   the write is   u_t   = beta_t e_t,
+//   the write is   u_t   = b_t e_t,
 //   the output is  out_t = sum over s <= t of S_ts u_s.
 // Only the last state is computed. ../README.md derives the backward pass.
 // Each sum runs only over the tokens that the rule allows, so nothing is masked by multiplying with zero.

@@ -1,6 +1,6 @@
-// Rules that forget, on one block of columns: W_t = (f_t^T z_t) * W_{t-1}, then a write, which may depend on what a key
-// retrieves. ../README.md derives the backward pass. Forgetting cannot be undone. So the forward pass keeps the state
-// after every kKeptEvery tokens, and the backward pass rebuilds the states in between, a few rows at a time.
+// Rules that forget, on one block of columns. ../rule.h has the symbols, and cuda/recurrent.cuh all of it as two loops.
+// ../README.md derives the backward pass. Forgetting cannot be undone. So the forward pass keeps the state after every
+// kKeptEvery tokens, and the backward pass rebuilds the states in between, a few rows at a time.
 #pragma once
 
 #include <algorithm>
@@ -42,8 +42,8 @@ struct ForgetGradients {  // null like ForgetTokens
 };
 
 // One pass per group of tokens: decays and writes, then reads. Rules that retrieve also read for the next two tokens.
-// With retrieving keys r and decays D, token 0 retrieves r_0 D_0 W and token 1 r_1 D_1 D_0 W. For a removal the
-// leftmost D is left out. Both read W, with keys multiplied by the decays. Products of keys then add what token 0
+// With decays a, and y = k if the key erases, token 0 retrieves (y_0 * a_0) W and token 1 (y_1 * a_1 * a_0) W. For a
+// removal the last decay is left out. Both read W, with keys multiplied by the decays. Products of keys then add what token 0
 // writes.
 template <typename A, int NV, typename K>
 struct ForgetForward {
@@ -238,7 +238,7 @@ struct ForgetForward {
 };
 
 // In reverse over a block of value columns of G, the gradient of W, for rules that retrieve. If they erase with the
-// key, this computes d_value_t = rate_t k_t G_t and d_rate_t; if they remove, d_removed_t = -x_t G_t. All token
+// key, this computes d_v_t = b_t k_t G_t and d_b_t; if they remove, d_r_t = -x_t G_t. All token
 // sequences are passed in reverse. Like the forward pass, one pass changes G by a group of two tokens and reads for the
 // next group. ForgetBackward repeats the operations on G in the same order, so to the last bit: it does not correct
 // errors, so different ones would add up.

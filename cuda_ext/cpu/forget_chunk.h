@@ -2,15 +2,14 @@
 // inside a chunk the tokens see each other in quadratic form. ../README.md derives both passes.
 //
 // A writer is a sequence of keys x_s with values m_s: the keys of the rule, and those of a removal, whose values are
-// -e_s. With X_ts = x_s * f_{s+1} * ... * f_t and F_t = f_1 * ... * f_t, where f are the decays of the chunk and W the
-// state before it,
+// -e_s. With X_ts = x_s * F_ts (../rule.h has the symbols),
 //
-//     e_t = (y_t * F_{t-1}) W + sum over writers and s < t of (y_t . X_{t-1,s}) m_s        what a token retrieves
-//     out_t = (q_t * F_t) W + sum over writers and s <= t of (q_t . X_ts) m_s
-//     W' = F_C^T * W + sum over writers and s of X_Cs^T m_s
+//     e_t = (y_t * c_{t-1}) W + sum over writers and s < t of (y_t . X_{t-1,s}) m_s        what a token retrieves
+//     out_t = (q_t * c_t) W + sum over writers and s <= t of (q_t . X_ts) m_s
+//     W_C = c_C^T * W + sum over writers and s of X_Cs^T m_s
 //
-// If values decay too, by z_t, they fade like keys: V_ts = v_s * z_{s+1} * ... * z_t stands for m_s in out_t, V_Cs in
-// W', and W as token t sees it has the factor Z_t = z_1 * ... * z_t.
+// If values decay too, they fade like keys: V_ts = v_s * Z_ts stands for m_s in out_t, V_Cs in W_C, and W as token t
+// sees it has the factor z_1 * ... * z_t.
 //
 // Decays are only multiplied, one factor a token: nothing is divided, and nothing is masked by multiplying with zero.
 #pragma once
@@ -176,9 +175,9 @@ class ForgetChunk {
   int64_t count_ = 0, rows_ = 0;                    // tokens of the chunk, and in groups: the others do nothing
   bool d_empty_ = false;                            // whether the gradient of W is zero: products with it are not needed
   Tokens<A> state_, state_of_value_, d_state_;      // W, W^T, the gradient of W
-  Tokens<const A> query_, reader_, fade_;           // q_t, y_t, f_t
+  Tokens<const A> query_, reader_, fade_;           // q_t, y_t, a_t
   Tokens<const A> error_, d_read_;                  // v_t, or v_t - e_t of a rule that erases with its key; d_out_t
-  Tokens<A> seen_query_, seen_reader_;              // q_t * F_t and y_t * F_{t-1}
+  Tokens<A> seen_query_, seen_reader_;              // q_t * c_t and y_t * c_{t-1}
   Tokens<A> d_query_, d_reader_, d_fade_, d_seen_query_, d_seen_reader_;
   Tokens<const A> value_fade_;                      // z_t
   Tokens<A> read_, found_, d_found_;                // out_t, e_t
@@ -454,7 +453,7 @@ class ForgetChunk {
     f(s, std::integral_constant<int, 0>{});
   }
 
-  // From X_{t-1,s} to X_ts for four s, of which `earlier` are before t; x and f of token t.
+  // From X_{t-1,s} to X_ts for four s, of which `earlier` are before t; x and a of token t.
   template <int earlier, int NV>
   static FWP_INLINE void advance(const A* x, const A* f, Group<A, NV> (&faded)[kTileRows]) {
     if constexpr (earlier > 0) {
@@ -816,14 +815,14 @@ class ForgetChunk {
   // Keys with their decays and queries; or values, with d_out in place of queries.
   struct Side {
     Tokens<const A> query, fade;
-    Tokens<A> d_seen, d_query, d_fade, d_total;  // d_seen: of q_t * F_t
+    Tokens<A> d_seen, d_query, d_fade, d_total;  // d_seen: of q_t * c_t
   };
   struct Faded {
     Tokens<const A> x;
     Tokens<A> d_last, d_x, d_with_query, d_with_reader;
   };
 
-  // What comes of F_t: gradients of queries, readers and decays from what they have read in the state.
+  // What comes of c_t: gradients of queries, readers and decays from what they have read in the state.
   template <bool kKeys, int NV>
   FWP_INLINE void differentiate_state(const Side& side, int64_t i) {
     constexpr int64_t width = NV * kLanes<A>;
@@ -912,7 +911,7 @@ class ForgetChunk {
   void store_gradients(const In& in, int64_t first, const Gradients& to) {
     const Tokens<A> d_value = output(to.v, first, values_, own_d_value_);
     for (int64_t t = 0; t < count_; ++t) {
-      if constexpr (erases == Erases::kKey)  // y_t = f_t * k_t
+      if constexpr (erases == Erases::kKey)  // y_t = a_t * k_t
         for (int64_t i = 0; i < keys_; i += kLanes<A>) {
           const Vector<A> of_reader = load(d_reader_[t] + i);
           store(writer_[0].d_key[t] + i, load(writer_[0].d_key[t] + i) + load(fade_[t] + i) * of_reader);

@@ -1,9 +1,8 @@
 // Rules with a decay per head on tokens in bfloat16, by products of tiles (amx.h). The chunks are those of forget_chunk.h,
-// twice as long, and a chunk is solved by the inverse of one matrix. With the decays a_t, c_t = a_1 ... a_t, d_ts = a_{s+1}
-// ... a_t, the rates b_t, and W the state before the chunk,
+// twice as long, and a chunk is solved by the inverse of one matrix (../rule.h has the symbols):
 //
-//     E = (I + X)^-1 (V - c K W), X_ts = d_ts (k_t . k_s) b_s for s < t      U = b E  (b V if nothing is erased)
-//     out = c Q W + P U, P_ts = d_ts (q_t . k_s) for s <= t                  W' = c_C W + K^T (d_C U)
+//     E = (I + A b)^-1 (V - c K W), A_ts = F_ts (k_t . k_s) for s < t      U = b E  (b V if nothing is erased)
+//     out = c Q W + P U, P_ts = F_ts (q_t . k_s) for s <= t                W_C = c_C W + K^T (w U)
 //
 // Queries, keys and values are exact in bfloat16. All other factors are sums of two such numbers, of whose products only
 // that of the lower parts is left out. So the error of W is below 1e-5, and that of out its own rounding. ../README.md
@@ -122,13 +121,13 @@ class ForgetTiles {
   FactorTile *key_of_token_, *query_of_token_;          // K^T and Q^T on the left
   FactorTile *key_by_dim_, *query_by_dim_;              // K and Q on the right
   Parts inverse_, scores_;                              // (I + X)^-1 and P, on the left; their transposes on the way back
-  Parts of_state_, rest_, write_, last_;                // a panel of W, V - c K W, U, d_C U, on the right
+  Parts of_state_, rest_, write_, last_;                // a panel of W, V - c K W, U, w U, on the right
   Parts left_, erased_, by_column_;                     // only on the way back
   float *with_key_, *with_query_, *faded_, *solved_;    // K K^T, Q K^T, d, (I + X)^-1
   float *found_, *read_, *error_;                       // K W; Q W, later out; E
   float *d_read_, *d_error_, *d_write_, *d_with_key_, *d_with_query_, *turned_;
   float *from_read_, *from_found_, *from_write_;        // blocks of d_out W^T, d_E W^T and U G'^T
-  float so_far_[kTokens], weight_[kTokens], rate_[kTokens];  // c_t, d_Ct, b_t
+  float so_far_[kTokens], weight_[kTokens], rate_[kTokens];  // c_t, w_t, b_t
   float* for_chunk_;
 
   static float* take_blocks(float*& scratch, int64_t count) { return std::exchange(scratch, scratch + count * kBlock); }
@@ -428,7 +427,7 @@ class ForgetTiles {
     for (int64_t n = 0; n < kProductSide; n += kLanes<float>) sum += fwp::load(x + n) * fwp::load(y + n);
     return sum_lanes<float>(sum);
   }
-  // to[s][t] = x[t][s] d_ts, for s <= t or, if `strict`, s < t; without `to`, in place and not turned.
+  // to[s][t] = x[t][s] F_ts, for s <= t or, if `strict`, s < t; without `to`, in place and not turned.
   void fade_block(const float* x, bool strict, float* own) const {
     for (int64_t t = 0; t < kTokens; ++t) {
       Line y = line(x + t * kTokens);
@@ -573,7 +572,7 @@ class ForgetTiles {
     return differentiate_decays(count, d_so_far, d_weight, of_total, d_rate, to) && finite_ && sum_lanes<float>(bad) == 0;
   }
 
-  // From the gradients of d_ts, c_t, d_Cs and c_C. Each is passed on to the decays from the last one back. Returns whether
+  // From the gradients of F_ts, c_t, w_s and c_C. Each is passed on to the decays from the last one back. Returns whether
   // those of decays and rates are finite.
   bool differentiate_decays(int64_t count, const float* d_so_far, const float* d_weight, float of_start,
                             const float* d_rate, const Gradients& to) const {

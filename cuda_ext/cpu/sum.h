@@ -1,5 +1,9 @@
-// The sum rule on one block of columns: W_t = W_{t-1} + k_t^T v_t, out_t = q_t W_t. Its three backward passes are the
-// same scan with exchanged arguments: see ../README.md.
+// The sum rule on one block of columns. Its three backward passes are the same scan with exchanged arguments: see
+// ../README.md. ../rule.h has the symbols.
+//
+//     for t in range(L):
+//         W += outer(k[t], v[t])
+//         out[t] = q[t] @ W
 #pragma once
 
 #include "state_block.h"

@@ -1,8 +1,8 @@
 // The backward pass of the rules on the tensor cores, chunk by chunk (see chunks.cuh). G is the gradient of the state after the
 // chunk. D is the gradient of E, or of V if nothing is erased. From the last chunk to the first, with teams of warps (see Relay),
 //
-//     dU = P^T dO + w K G - A^T D      D = b dU = dV      (sum, no decays: D = dU)
-//     G = f G + (c Q)^T dO - (c K)^T D                    db = the sum over a token's row of dU * E
+//     d_U = P^T d_out + w K G - A^T D          D = b d_U = d_V      (sum, no decays: D = d_U)
+//     G = c_C G + (c Q)^T d_out - (c K)^T D    d_b = the sum over a token's row of d_U * E
 //
 // All other gradients need no other chunk: chunk_gradients.cuh computes them from G and D. Of rules without decays, the states
 // before the chunks are first rebuilt from what the forward pass has written.
@@ -126,7 +126,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using State = typename Pass::State;
   static constexpr int kMostThreads = kThreadsOfTeams<kRows>;
   using Turns = Relay<kRows, Pass::kMostTeams>;
-  static constexpr bool kWrites = kErases || !kEnds;  // whether it needs dU
+  static constexpr bool kWrites = kErases || !kEnds;  // whether it needs d_U
   static constexpr bool kGivesRates = kRates && !kEnds;
 
   Brought d_out, value;  // value: the errors, if the rule erases
@@ -205,8 +205,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     return this->ask(starts[4], starts[5], starts[6], n);
   }
 
-  // The chunk before which i are between it and the end of the segment: the transposes of dU and D, and the gradient of the state
-  // before the chunk.
+  // The chunk before which i are between it and the end of the segment: the transposes of d_U and D, and the gradient of the
+  // state before the chunk.
   FWP_DEVICE void use(int i, const char* errors, const Stage& chunk, const OfTeam& own, const Turns& relay,
                       State& g) const {
     const int team = this->team(), warp = this->warp();
@@ -286,7 +286,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     }
   }
 
-  // g = f g + (c Q)^T dO
+  // g = c_C g + (c Q)^T d_out
   FWP_DEVICE void add_reads(const Stage& chunk, typename Pass::State& g) const {
     Factor d_read[kChunkBlocks][1];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)

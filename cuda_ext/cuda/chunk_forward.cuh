@@ -92,7 +92,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     const bool is_last = n + 1 == this->end();
     relay.wait_for_team(team);  // for the scores
     relay.take(i, team, warp, state);
-    // The transposes of K S and of Q S, for the columns of this warp.
+    // The transposes of K W and of Q W, for the columns of this warp.
     Product found[kChunkBlocks], read[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(found[t]), clear(read[t]);
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {

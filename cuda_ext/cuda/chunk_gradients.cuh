@@ -1,24 +1,24 @@
-// The gradients of queries, keys and decays, without decays or with decays by head. A block has one chunk: it needs the state S
+// The gradients of queries, keys and decays, without decays or with decays by head. A block has one chunk: it needs the state W
 // before it, the gradient G of the state after it, and D (see chunk_backward.cuh).
 //
-//     dP = F dO U^T up to its diagonal                    dA = -F D U^T below it
-//     dQ = c dO S^T + dP K                                dK = w U G^T - c D S^T + dP^T Q + (dA + dA^T) K
+//     d_P = F d_out U^T up to its diagonal      d_A = -F D U^T below it
+//     d_Q = c d_out W^T + d_P K                 d_K = w U G^T - c D W^T + d_P^T Q + (d_A + d_A^T) K
 //
-// Every F_ts, c_t, w_s and f contains the decays of the tokens that it spans as factors: see DecayGradient.
+// Every F_ts, c_t, w_s and c_C contains the decays of the tokens that it spans as factors: see DecayGradient.
 #pragma once
 
 #include "chunk_backward.cuh"
 
 namespace fwp::cuda {
 
-// The gradient of the decays of a chunk. Token t receives F_ts y_ts from token s < t; y_ts is the derivative of the loss in
+// The gradient of the decays of a chunk. Token t receives F_ts m_ts from token s < t; m_ts is the derivative of the loss in
 // this product. The state before the chunk counts as a token before the first. The last token also reads the state after the
 // chunk. The decay a_r is a factor of the products with s < r <= t, so
 //
-//     da_r = the sum over t >= r of F_tr z_tr      z_tr = the sum over s < r of F_(r-1)s y_ts = a_(r-1) z_t(r-1) + y_t(r-1)
+//     d_a_r = the sum over t >= r of F_tr n_tr      n_tr = the sum over s < r of F_(r-1)s m_ts = a_(r-1) n_t(r-1) + m_t(r-1)
 struct DecayGradient {
   static constexpr int kLine = kChunkTokens + 1;
-  float* parts;              // y_ts in line t, from s = -1 on
+  float* parts;              // m_ts in line t, from s = -1 on
   float *of_reads, *of_writes, *of_state;  // sums over some columns for each token, or over some elements of the state
 
   FWP_BOTH DecayGradient(Carver& carver, int rows, int warps, bool fades)
@@ -102,7 +102,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     Shared query, key, d_out, d, value, write;  // write: U, the value itself if it has no rate
     float* rate;
     Decays decays;
-    Scores scores;  // dP and dA
+    Scores scores;  // d_P and d_A
     StateBefore<kRows, kFades> state;
     Shared g;
     DecayGradient d_decay;
@@ -208,7 +208,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     sum_state(memory, g);
   }
 
-  // <G, S> over this warp's columns.
+  // <G, W> over this warp's columns.
   FWP_DEVICE void sum_state(const Memory& memory, const typename Pass::State& g) const {
     const StateBefore<kRows, kFades>& state = memory.state;
     const float* const first = state.exact + pair() * state.pitch + this->own_column() + line();
@@ -262,7 +262,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
 
   // d_q and d_k of token block t, for 16 numbers from `first` on.
   FWP_DEVICE void give(int64_t n, int t, int first, const Memory& memory) const {
-    const Scores& scores = memory.scores;  // dP and dA by now
+    const Scores& scores = memory.scores;  // d_P and d_A by now
     const int row = t * kBlock;
     Product of_query, of_key, erased;
     clear(of_query);
@@ -322,7 +322,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     for_elements(x, [&](int t, int, float& number) { number *= fades(first + t); });
   }
 
-  // For token block t and 16 numbers of the key from `first` on: q dQ - k dK where a token reads, k dK where it writes.
+  // For token block t and 16 numbers of the key from `first` on: q d_Q - k d_K where a token reads, k d_K where it writes.
   FWP_DEVICE static void sum_columns(const Product& of_query, const Product& erased, const Product& of_key, int t, int first,
                                      const Memory& memory) {
     FWP_UNROLL for (int r = 0; r < 2; ++r) {

@@ -1,18 +1,18 @@
-// The gradients of queries, keys, rates and decays of rules with decays by key, for a chunk, from the state S before it and the
+// The gradients of queries, keys, rates and decays of rules with decays by key, for a chunk, from the state W before it and the
 // gradient G after it. A block has one chunk, a warp 16 numbers of its keys. With K for b K in the terms of what is written, and
 // without erasing V for E,
 //
-//     dP = dO E^T on and below its diagonal          dA = -D E^T below its diagonal
-//     dQ = c (dO S^T) + dP (F K)                     of the erasing keys: -c (D S^T) + dA (F K)
-//     dK = w (E G^T) + dP^T (F Q) + dA^T (F K)       df = the sums over the rows of G * S
+//     d_P = d_out E^T on and below its diagonal          d_A = -D E^T below its diagonal
+//     d_Q = c (d_out W^T) + d_P (F K)                    of the erasing keys: -c (D W^T) + d_A (F K)
+//     d_K = w (E G^T) + d_P^T (F Q) + d_A^T (F K)        d_c_C = the sums over the rows of G * W
 //
-// A erases with -K what P reads with Q, and D stands for dO. So the terms of dA are those of dP, computed again for another
+// A erases with -K what P reads with Q, and D stands for d_out. So the terms of d_A are those of d_P, computed again for another
 // reader. A removal has two readers, Q and -y, and two writers: K with V, and x with E. So it has these terms four times. -y
 // reads with c-.
 //
-// Where values fade, they have decays z. In the terms of the states, dO is then c dO and V is w V. In df, Z * S stands for S.
-// dP are the scores of dO and V with z. The gradients of V and z are those of K and f with exchanged arguments. Then dO, V
-// and z stand for Q, K and f, P for dP, and the transpose of S for S.
+// Where values fade, d_out is c d_out and V is w V in the terms of the states, with z in c and w. In d_c_C, Z * W stands for W.
+// d_P are the scores of d_out and V with z. The gradients of V and z are those of K and a with exchanged arguments. Then d_out, V
+// and z stand for Q, K and a, P for d_P, and the transpose of W for W.
 //
 // As in chunk_keys.cuh, the terms with F are products of matrices between groups, for each h. One product Z gives both. In an odd
 // block, Z_t is the sum over s of dP_ts w_s k_s: c_t Z_t is a term of dQ_t, and q_t Z_t is the gradient of c_t. In an even block,
@@ -29,11 +29,11 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
   using Pass = ChunkKeyPass<kRows, kRule, kIn>;
   using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults;
   static constexpr int kWarps = kRows / kBlock;
-  static constexpr int kValueParts = kFadesValues ? kOfResults : kIn;  // of dO and of what is written
+  static constexpr int kValueParts = kFadesValues ? kOfResults : kIn;  // of d_out and of what is written
 
   // value: V; removed: E, or -E of a removal, in float32; d_removed: D; value_decay: z.
   Brought value, d_out, removed, d_removed, value_decay;
-  const Bfloat16* d_scores;  // where values fade: dP, like the scores of ChunkKeyScores
+  const Bfloat16* d_scores;  // where values fade: d_P, like the scores of ChunkKeyScores
   const float *initial, *kept, *gradients;  // the states before chunk 0 and after each whole one; G for each chunk
   int row, column;                          // the strides of a state
   bool in_pairs;                            // whether two numbers of a state can be loaded at once
@@ -46,11 +46,11 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
   struct Memory {
     const char** starts;
     typename Pass::Tokens tokens;
-    Columns value, d_out, d_removed;  // what is written; dO; D of a rule that erases. Those of a removal take turns in two
-    Shared d_scores[kOfResults];  // dP or dA in parts, with its transpose above the diagonal
+    Columns value, d_out, d_removed;  // what is written; d_out; D of a rule that erases. Those of a removal take turns in two
+    Shared d_scores[kOfResults];  // d_P or d_A in parts, with its transpose above the diagonal
     float *in_group, *d_rate, *d_decay;  // dP_ts or dA_ts of each group at (s, t); (warps, 32); the same, of a decay by head
     Scratch* scratch;
-    KeyTokens<kIn, false> others;  // where values fade: dO, V and z
+    KeyTokens<kIn, false> others;  // where values fade: d_out, V and z
     float* whole;             // the products of all z
     float* aside;             // two places for numbers of each thread
 
@@ -170,7 +170,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
       for_parts<kValueParts>(x, [&](int m, Bfloat16 part) { *to[m].at(t, j) = part; });
     }
   }
-  // c dO and w V, and the products of all z. The warps share the numbers of a value.
+  // c d_out and w V, and the products of all z. The warps share the numbers of a value.
   FWP_DEVICE void scale_others(const Memory& memory) const {
     FWP_UNROLL_BY(1) for (int first = this->own_column(); first < this->value_columns(); first += kRows) {
       KeySlice values;
@@ -268,7 +268,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
       });
     }
   }
-  // dP, as it is stored.
+  // d_P, as it is stored.
   FWP_DEVICE void load_d_scores(int64_t n, const Memory& memory) const {
     const Bfloat16* const from = d_scores + (this->head() * this->chunks() + n) * kOfResults * kMatrix;
     FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix; at += kWarps * kWarp) {

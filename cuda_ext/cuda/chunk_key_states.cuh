@@ -1,11 +1,11 @@
 // The states of rules with decays by key, from chunk to chunk, and what is read from them; chunk_keys.cuh has the equations. In
 // reverse, the same pass has the gradient G of the state after a chunk, and D is the gradient of E:
 //
-//     gla, gated delta   D = P^T dO + (w K) G - A^T D      dV = D     G before the chunk = f G + (c Q)^T dO - (c K)^T D
-//     removal            D = X^T dO + (w x) G - Y^T D      dV = P^T dO + (w K) G - R^T D
-//                                                          G before the chunk = f G + (c Q)^T dO - (c- y)^T D
+//     gla, gated delta   D = P^T d_out + (w K) G - A^T D   d_V = D     G before the chunk = c_C G + (c Q)^T d_out - (c K)^T D
+//     removal            D = X^T d_out + (w x) G - Y^T D   d_V = P^T d_out + (w K) G - R^T D
+//                                                          G before the chunk = c_C G + (c Q)^T d_out - (c- y)^T D
 //
-// Where values fade, V and dO do on their way into the state and its gradient, and dV is computed with the other gradients.
+// Where values fade, V and d_out do on their way into the state and its gradient, and d_V is computed with the other gradients.
 #pragma once
 
 #include "chunk_key_scores.cuh"
@@ -22,7 +22,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults, Pass::kOfReads;
   static constexpr bool kReads = !kReverse && !kEnds;                                                   // out
   static constexpr bool kFinds = kReverse && !kFadesValues ? kSolves || !kEnds : kSolves;               // D, or what E takes away
-  static constexpr bool kGives = kRemoves && kReverse && !kEnds;                                        // dV next to D
+  static constexpr bool kGives = kRemoves && kReverse && !kEnds;                                        // d_V next to D
   static constexpr bool kAligned = !kErases;  // what is written under keys: nothing corrects its errors (see grid_of)
   static constexpr int kQueryParts = kReverse ? kExact : kReads ? kOfResults : 0;
   static constexpr int kKeyParts = !kReverse || kErases ? kExact : kGives || (kFinds && !kRemoves) ? kOfResults : 0;
@@ -34,7 +34,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   const Bfloat16* scores;
   Matrices<const float> initial;
   float *last, *kept;  // kept: the state after each whole chunk; in reverse, the gradient of the state after each chunk
-  Output out;          // in reverse, dV
+  Output out;          // in reverse, d_V
   Output d_removed;    // D of a removal
   float* error;        // (heads, tokens, columns): E, or of a removal what y retrieves
   float* ends;         // see store_ends()
@@ -61,7 +61,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   // Scaled tokens in parts: c Q, w K, what erases (c K or c- y), and w x.
   struct OfTeam {
     Grouped<Bfloat16> query[kExact], key[kExact], eraser[kExact], removal[kExact];
-    float* whole;                   // f
+    float* whole;                   // c_C
     WarpScratch<kOfResults>* scratch;  // of each warp, to exchange numbers
     typename Pass::Tokens tokens;
     Stages<Stage, ChunkKeyStates> stages;
@@ -433,7 +433,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     }
   }
 
-  // read += (c Q S)^T; found += what erases, times S; or in reverse found += (w K G)^T, or of a removal found += (w x G)^T and
+  // read += (c Q W)^T; found += what erases, times W; or in reverse found += (w K G)^T, or of a removal found += (w x G)^T and
   // given += (w K G)^T.
   FWP_DEVICE static void read_state(const OfTeam& memory, const State& state, Product (&read)[kChunkBlocks],
                                     Product (&found)[kChunkBlocks], Product (&given)[kChunkBlocks]) {

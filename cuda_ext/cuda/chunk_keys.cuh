@@ -1,20 +1,19 @@
-// Shared by the passes on the tensor cores with decays by key, 32 tokens at a time. F_ts is the product of the decays f of tokens
-// s + 1 to t, a vector along the keys. K stands for b K, with b the rates. What reads with x and what writes with y have the
-// score of x_t and F_ts y_s, the sum of their products. c, w and f are as in chunks.cuh, element by element.
+// Shared by the passes on the tensor cores with decays by key, 32 tokens at a time. ../rule.h has the symbols. F_ts, c, w and c_C
+// are vectors along the keys, and K stands for b K.
 //
 //     P_ts: Q reads K, s <= t       A_ts: K reads K, s < t
 //
-//     gla            E = V                      out = c Q S + P E               S' = f S + (w K)^T E
-//     gated delta    E = V - (c K) S - A E      the same
+//     gla            E = V                      out = c Q W + P E              W_C = c_C W + (w K)^T E
+//     gated delta    E = V - (c K) W - A E      the same
 //
-// Decays of values, z, have the products Z. F_ts Z_ts stands for F_ts in P V and in S'.
+// Where values fade, F_ts Z_ts stands for F_ts in P V and in W_C.
 //
 // A removal with y under x reads with y before the decay of its token, so F_(t-1)s and c- stand for F_ts and c there. What y
 // retrieves is -E.
 //
 //     R_ts: y reads K, s < t        Y_ts: y reads x, s < t         X_ts: Q reads x, s <= t
 //
-//     E = -(c- y) S - R V - Y E     out = c Q S + P V + X E        S' = f S + (w K)^T V + (w x)^T E
+//     E = -(c- y) W - R V - Y E     out = c Q W + P V + X E     W_C = c_C W + (w K)^T V + (w x)^T E
 //
 // A group has 8 tokens. In one group, a lane multiplies token by token, in float32. Tokens of different groups: let h be 16 if t
 // and s are in different halves of the chunk, otherwise 8. Then s is in an even block of h tokens and t in the odd one after it.
@@ -126,7 +125,7 @@ struct KeySlice {
       whole[1][e] = __shfl_xor_sync(0xffffffffu, own * whole[0][e], 2 * kSpan);
     }
   }
-  // f: the product of all decays of the chunk. It is computed with a rest, because an error of f would add up over the chunks.
+  // c_C: the product of all decays of the chunk. It is computed with a rest, because an error of f would add up over the chunks.
   // All lanes of a warp call it.
   FWP_DEVICE float product(int e) const {
     float product = decay[0][e], rest = 0;

@@ -1,5 +1,5 @@
 // Segments of one sequence that run in parallel, if there are fewer heads than multiprocessors. The state after a segment is T
-// S + C. S is the state before it, T its transition, and C what it writes to an empty state. A first kernel computes T and C of
+// W + C. W is the state before it, T its transition, and C what it writes to an empty state. A first kernel computes T and C of
 // all segments in parallel (kEnds). This kernel goes from segment to segment. Then all segments run in parallel, each from its
 // own start state. The gradient goes in the other direction, with the transpose of T: the backward pass only computes C.
 #pragma once

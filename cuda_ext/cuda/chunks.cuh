@@ -1,10 +1,8 @@
 // Shared by the passes on the tensor cores: the sum and the delta rule in bfloat16, without decays or with decays by head, 32
-// tokens at a time. Q, K and V are the tokens of a chunk in rows, S is the state before it, and b are the rates. F_ts is the
-// product of the decays of tokens s + 1 to t. Likewise c_t starts at the chunk's first token, w_s ends at its last, and f is
-// the product of all.
+// tokens at a time. ../rule.h has the symbols.
 //
-//     P = F Q K^T up to its diagonal      A = F K K^T below it      E = V - c K S - A U      (without erasing E = V)
-//     U = b E (sum, no decays: U = V)     out = c Q S + P U         S' = f S + (w K)^T U
+//     P = F Q K^T up to its diagonal      A = F K K^T below it      E = V - c K W - A U      (without erasing E = V)
+//     U = b E (sum, no decays: U = V)     out = c Q W + P U         W_C = c_C W + (w K)^T U
 //
 // A block has some or all columns of one head's state. A warp has 16 of them, as rows of the transpose: so the result of a
 // product is already in the register layout of the next product's factor. Factors that affect later states are split into three

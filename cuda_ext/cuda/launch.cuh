@@ -2,6 +2,7 @@
 #pragma once
 
 #include "launch_chunks.cuh"
+#include "rules.h"
 
 namespace fwp::cuda {
 
@@ -70,7 +71,7 @@ struct Kernels {
     Gpu gpu;
     if (const char* error = query(&gpu)) return error;
     const Way how = way(call, gpu, false);
-    if (how == Way::chunks_by_key) return chunk_keys_forward<kRuleByKey>(call, in, to, gpu);
+    if (how == Way::chunks_by_key) return ChunksByKey<kRuleByKey>::forward(call, in, to, gpu);
     if constexpr (!kByKey)
       if (how == Way::chunks) return chunk_forward<kErasesKey, kDecays>(call, in, to, gpu);
     return with_number(call, [&](auto zero) {
@@ -91,7 +92,7 @@ struct Kernels {
     Gpu gpu;
     if (const char* error = query(&gpu)) return error;
     const Way how = way(call, gpu, true);
-    if (how == Way::chunks_by_key) return chunk_keys_backward<kRuleByKey>(call, in, more, to, gpu);
+    if (how == Way::chunks_by_key) return ChunksByKey<kRuleByKey>::backward(call, in, more, to, gpu);
     if constexpr (!kByKey)
       if (how == Way::chunks) return chunk_backward<kErasesKey, kDecays>(call, in, more, to, gpu);
     return with_number(call, [&](auto zero) {
@@ -136,5 +137,18 @@ struct Kernels {
 };
 
 }  // namespace detail
+
+template <Rule rule>
+size_t Passes<rule>::workspace(const Call& call, bool is_backward) {
+  return detail::Kernels<rule>::workspace(call, is_backward);
+}
+template <Rule rule>
+const char* Passes<rule>::forward(const Call& call, const Inputs& in, const Outputs& to) {
+  return detail::Kernels<rule>::forward(call, in, to);
+}
+template <Rule rule>
+const char* Passes<rule>::backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+  return detail::Kernels<rule>::backward(call, in, more, to);
+}
 
 }  // namespace fwp::cuda

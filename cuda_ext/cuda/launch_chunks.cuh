@@ -516,8 +516,14 @@ const char* backward_by_key(const Call& call, const Inputs& in, const Backward& 
   return launch_chunks(of_k, gpu, call.stream);
 }
 
+// The passes of a rule, and of those that are cases of it.
 template <Rule kRule>
-const char* chunk_keys_forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
+struct ChunksByKey {
+  static const char* forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu);
+  static const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to, const Gpu& gpu);
+};
+template <Rule kRule>
+const char* ChunksByKey<kRule>::forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
   return with_parts(call.type, [&](auto parts) {
     return with_rows(call.size.Dk, [&](auto rows) {
       return forward_by_key<decltype(rows)::value, kRule, decltype(parts)::value>(call, in, to, gpu);
@@ -525,13 +531,16 @@ const char* chunk_keys_forward(const Call& call, const Inputs& in, const Outputs
   });
 }
 template <Rule kRule>
-const char* chunk_keys_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to, const Gpu& gpu) {
+const char* ChunksByKey<kRule>::backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
+                                         const Gpu& gpu) {
   return with_parts(call.type, [&](auto parts) {
     return with_rows(call.size.Dk, [&](auto rows) {
       return backward_by_key<decltype(rows)::value, kRule, decltype(parts)::value>(call, in, more, to, gpu);
     });
   });
 }
+extern template struct ChunksByKey<Rule::gated_by_key>;  // compiled with that rule, for three
+extern template struct ChunksByKey<Rule::gated_delta_by_key>;
 
 }  // namespace detail
 

@@ -1,6 +1,12 @@
-// All rules: a scan forward and one in reverse. ../README.md derives the backward pass. The decays, if there are any, are a along
-// the keys and z along the values. k is the key, b the rate, y the key of a removal, and p the vector that is removed:
-//     W' = (a^T z) * W_{t-1}      e = v - k W', or v      s = y W_{t-1}      W = W' + k^T b e - p^T s      out = q W
+// All rules: a scan forward and one in reverse. ../README.md derives the backward pass, ../rule.h has the symbols:
+//
+//     for t in range(L):
+//         before[t], r[t] = W, y[t] @ W                      # r: of a removal
+//         W = outer(a[t], z[t]) * W
+//         e[t] = v[t] - k[t] @ W if erases else v[t]
+//         W = W + outer(k[t], b[t] * e[t]) - outer(x[t], r[t])
+//         out[t] = q[t] @ W
+//
 // The columns of W are independent.
 #pragma once
 
@@ -103,10 +109,17 @@ struct RecurrentForward {
 // state that a forward scan kept, it computes W again before each pair of groups. In each pair it then computes W before each
 // group, and in each group before each token.
 //
-// Results along the values, sums over keys: d_write = k G, d_v = b d_write, d_s = -p G, d_z = a (G' * W_{t-1}).
-// Results along the keys, sums over values: d_q = d_out W, d_k = b e G - d_e W' (if the rule erases), d_p = -s G,
-// d_y = d_s W_{t-1}, d_a = z (G' * W_{t-1}).
-// There d_e = b d_write, and G' = G - d_e^T k, or G if the rule does not erase.
+//     for t in reversed(range(L)):
+//         W = before[t]
+//         after = outer(a[t], z[t]) * W + outer(k[t], b[t] * e[t]) - outer(x[t], r[t])
+//         G, d_q[t] = G + outer(q[t], d_out[t]), after @ d_out[t]
+//         d_v[t], d_b[t], d_k[t] = b[t] * (k[t] @ G), k[t] @ G @ e[t], b[t] * (G @ e[t])
+//         if erases:
+//             G, d_k[t] = G - outer(k[t], d_v[t]), d_k[t] - a[t] * (W @ d_v[t])
+//         d_r = -x[t] @ G
+//         d_x[t], d_y[t] = -G @ r[t], W @ d_r
+//         d_a[t], d_z[t] = (G * W) @ z[t], a[t] @ (G * W)
+//         G = outer(a[t], z[t]) * G + outer(y[t], d_r)
 template <typename A, Fades fades, Erases kErases>
 struct RecurrentBackward {
   static constexpr Fades kFades = fades;

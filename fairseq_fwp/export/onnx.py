@@ -86,7 +86,7 @@ def _windows(
 ) -> DecoderState:
     """Return the state of a decoder with the keys and values of its windows changed: change(window, these)."""
 
-    def of_layer(attention: Attention, of_its_layer: object) -> object:
+    def of_layer(attention: Attention[Any], of_its_layer: object) -> object:
         if not isinstance(attention, SoftmaxAttention) or attention.window is None:
             return of_its_layer
         window = attention.window

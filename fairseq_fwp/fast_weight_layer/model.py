@@ -114,7 +114,7 @@ class LearningDecoder(LanguageModelDecoder):
         sizes = {"bias_entries": self.adaptive_softmax.shift_entries}
         if cfg.fwl_hidden_dim is None:
             sizes["hidden_dim"] = 4 * dim
-        layer = construct(FastWeightLayer, FwpFwlLanguageModelConfig, cfg, LAYER_OPTIONS, dim, **sizes)
+        layer = construct(FastWeightLayer, cfg, LAYER_OPTIONS, dim, **sizes)
         self.fast_weight_layer = layer.apply(initialize)
         if self.fast_weight_layer.gradients_at == "carried":
             self.needs_state["--fwl-gradients-at carried"] = "gradients are taken at the trained weights"

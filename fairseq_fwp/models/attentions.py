@@ -5,12 +5,12 @@ here that joins the two, so that grep for either finds the other. Building, warn
 of flags in errors and docs/flags.md read these tables; a test holds them against the constructors.
 """
 
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
+from fairseq.dataclass import FairseqDataclass
 from torch import nn
 
 from fairseq_fwp.checks import check, look_up
@@ -170,59 +170,60 @@ def rule_choices() -> list[str]:
 
 
 def construct(
-    make: Callable[..., Part], options: type, cfg: object, table: Table, *leading: object, **parts: object
+    make: Callable[..., Part], cfg: FairseqDataclass, table: Table, *leading: object, **parts: object
 ) -> Part:
     """Return make(*leading, ...) with the arguments of a table, in place of which `parts` count; errors name flags.
 
-    options: the dataclass of the model's options, whose values cfg has.
+    cfg: the model's options; an option that it lacks leaves the argument at its default.
     """
-    of_model = {option.name for option in fields(options)}
+    of_model = {option.name for option in fields(cfg)}
     values = {argument: getattr(cfg, name) for argument, name in table.items() if name in of_model}
     words = {argument: str(value) if isinstance(value, Enum) else value for argument, value in values.items()}
     with naming_flags({**table, **SIZES}):
         return make(*leading, **{**words, **parts})
 
 
-def build_attention(options: type, cfg: AttentionOptions, name: str | None = None, depth: float = 0.0) -> Attention:
+def build_attention(
+    cfg: AttentionOptions, embed_dim: int, num_heads: int, name: str | None = None, depth: float = 0.0
+) -> Attention[Any]:
     """Return the causal attention of the configuration. Raises ValueError that names the flag for an invalid one.
 
     name: of ATTENTIONS, None = the one that the options select; depth: share of the layers below it, 0 = the first.
     """
     kind = ATTENTIONS[name or attention_name(cfg)]
-    sizes = {"embed_dim": cfg.decoder_embed_dim, "num_heads": cfg.decoder_attention_heads}
     parts: dict[str, object] = {"depth": depth} if kind.takes("depth") else {}
     if kind.takes("feature_map"):
         with naming_flags({**kind.options, **SIZES}):
-            key_dim = head_size(**sizes, size=cfg.decoder_key_dim)
-        parts |= {"key_dim": key_dim, "feature_map": build_map(options, cfg, cfg.decoder_feature_map, key_dim)}
-        parts |= build_normalizations(options, cfg, kind)
+            key_dim = head_size(embed_dim, num_heads, cfg.decoder_key_dim)
+        parts |= {"key_dim": key_dim, "feature_map": build_map(cfg, cfg.decoder_feature_map, key_dim)}
+        parts |= build_normalizations(cfg, kind)
         check(
             cfg.attention_normalization or not cfg.attention_normalization_read_out_only,
             "--attention-normalization must be on with --attention-normalization-read-out-only, got off",
         )
-    return cast(Attention, construct(kind.module, options, cfg, kind.options, **sizes, **parts))
+    return cast(Attention[Any], construct(kind.module, cfg, kind.options, embed_dim, num_heads, **parts))
 
 
-def build_map(options: type, cfg: MemoryOptions, name: str, key_dim: int, besides: str = "") -> FeatureMap:
+def build_map(cfg: MemoryOptions, name: str, key_dim: int, besides: str = "") -> FeatureMap:
     """Return the map of that name for keys of key_dim. Raises ValueError for an unknown name.
 
     besides: the words in the error for choices that are not in the table.
     """
     make = look_up("feature map", name, FEATURE_MAPS, besides)
-    return construct(make, options, cfg, MAPS.get(name, {}), key_dim)
+    return construct(make, cfg, MAPS.get(name, {}), key_dim)
 
 
-def build_normalizations(options: type, cfg: MemoryOptions, kind: Kind[Module]) -> dict[str, Division | None]:
+def build_normalizations(cfg: MemoryOptions, kind: Kind[Module]) -> dict[str, Division | None]:
     """Return the normalisations of a kind of attention, by the names of their arguments; None means off."""
     switches = {name: getattr(cfg, name) for name in NORMALIZATIONS if name in kind.options}
-    return {name: build_division(options, cfg, name) if on else None for name, on in switches.items()}
+    return {name: build_division(cfg, name) if on else None for name, on in switches.items()}
 
 
-def build_division(options: type, cfg: MemoryOptions, name: str = "division") -> Division:
+def build_division(cfg: MemoryOptions, name: str = "division") -> Division:
     """Return the normalisation of that name."""
     make, arguments = NORMALIZATIONS[name]
     table = {argument: option for option, argument in arguments.items() if setting(cfg, option, None) is not None}
-    return construct(make, options, cfg, table)
+    return construct(make, cfg, table)
 
 
 def used_options(cfg: MemoryOptions, kind: Kind[Module], feature_map: str) -> set[str]:
@@ -240,10 +241,10 @@ def used_options(cfg: MemoryOptions, kind: Kind[Module], feature_map: str) -> se
     return used
 
 
-def unused_options(options: type, cfg: MemoryOptions | Namespace, used: Iterable[set[str]]) -> list[str]:
+def unused_options(cfg: MemoryOptions, used: Iterable[set[str]]) -> list[str]:
     """Return the options of attention that are not at their defaults and that no attention uses."""
     effective = ALWAYS_USED.union(*used)
-    others = (x for x in fields(options) if is_of_attention(x.name) and x.name not in effective)
+    others = (x for x in fields(cfg) if is_of_attention(x.name) and x.name not in effective)
     return [option.name for option in others if getattr(cfg, option.name) != option.default]
 
 

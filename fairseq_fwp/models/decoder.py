@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Optional, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Optional, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +103,11 @@ class DecoderConfig(FairseqDataclass):
     add_bos_token: bool = II("task.add_bos_token")
     tokens_per_sample: int = II("task.tokens_per_sample")
     max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
+
+    @property
+    def attention_sizes(self) -> tuple[int, int]:
+        """The embedding dimension, and the number of heads."""
+        return self.decoder_embed_dim, self.decoder_attention_heads
 
 
 class DecoderState(NamedTuple):
@@ -207,11 +212,11 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.layer_positions: nn.ModuleList | None = None  # added to the inputs of each layer (Al-Rfou et al. 2019)
 
     @property
-    def attentions(self) -> list[Attention]:
+    def attentions(self) -> list[Attention[Any]]:
         """The attention of each layer."""
         return [cast(DecoderLayer, layer).self_attn for layer in self.layers]
 
-    def build_attention(self, cfg: FairseqDataclass, index: int) -> Attention:
+    def build_attention(self, cfg: FairseqDataclass, index: int) -> Attention[Any]:
         """Return the attention of a layer."""
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ It can be a hybrid: some layers have softmax, the others fast weights.
 
 from argparse import ArgumentParser
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 from fairseq.data import Dictionary
 from fairseq.models import register_model
@@ -28,7 +28,7 @@ from fairseq_fwp.modules.attention.base import Attention
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions, VaswaniPositions
-from fairseq_fwp.options import option
+from fairseq_fwp.options import option, read_options
 
 
 @dataclass
@@ -101,9 +101,9 @@ class FwpLanguageModel(LanguageModel):
 
     @classmethod
     def unused_flags(cls, cfg: FwpLanguageModelConfig) -> list[str]:
+        cfg = read_options(FwpLanguageModelConfig, cfg)
         kinds = (ATTENTIONS[name] for name in set(layer_attentions(cfg)))
-        used = (used_options(cfg, kind, cfg.decoder_feature_map) for kind in kinds)
-        return unused_options(FwpLanguageModelConfig, cfg, used)
+        return unused_options(cfg, (used_options(cfg, kind, cfg.decoder_feature_map) for kind in kinds))
 
     def max_decoder_positions(self) -> int:
         """Longest generation: learned positions have an end, other positions do not."""
@@ -135,10 +135,10 @@ class FwpDecoder(LanguageModelDecoder):
             return LearnedPositions(self.max_target_positions, cfg.decoder_embed_dim)
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
-    def build_attention(self, cfg: FwpLanguageModelConfig, index: int) -> Attention:
+    def build_attention(self, cfg: FwpLanguageModelConfig, index: int) -> Attention[Any]:
         names = layer_attentions(cfg)
         depth = (index - names.index(names[index])) / len(names)  # of the first of its kind 0
-        return build_attention(FwpLanguageModelConfig, cfg, names[index], depth)
+        return build_attention(cfg, *cfg.attention_sizes, names[index], depth)
 
 
 def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:

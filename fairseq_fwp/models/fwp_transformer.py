@@ -35,7 +35,7 @@ from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
 from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.modules.positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.options import Settings, option
+from fairseq_fwp.options import Settings, option, read_options
 
 
 @dataclass
@@ -83,8 +83,9 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
 
     @classmethod
     def unused_flags(cls, args: Namespace) -> list[str]:
-        unused = unused_options(FastWeightOptions, args, linear_attentions(args))
-        uses_softmax = len(linear_attentions(args)) < 3
+        options = read_options(FastWeightOptions, args)
+        unused = unused_options(options, linear_attentions(options))
+        uses_softmax = len(linear_attentions(options)) < 3
         return [*unused, "attention_dropout"] if args.attention_dropout and not uses_softmax else unused
 
     @classmethod
@@ -215,12 +216,12 @@ def count_positions(coder: TransformerEncoderBase | TransformerDecoderBase, lear
         coder.embed_positions = CountedPositions(embed_dim, coder.padding_idx)
 
 
-def has_softmax(cfg: TransformerConfig) -> bool:
+def has_softmax(cfg: TransformerConfig | FastWeightOptions) -> bool:
     """Return whether the decoder's self-attention is fairseq's own."""
     return attention_name(cfg) == SOFTMAX
 
 
-def linear_attentions(cfg: TransformerConfig) -> list[set[str]]:
+def linear_attentions(cfg: TransformerConfig | FastWeightOptions) -> list[set[str]]:
     """Return the options that each of the three attentions uses that is not fairseq's own."""
     kind = ATTENTIONS[attention_name(cfg)]
     causal = [] if has_softmax(cfg) else [used_options(cfg, kind, cfg.decoder_feature_map)]

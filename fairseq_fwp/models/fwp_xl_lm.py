@@ -5,7 +5,7 @@ A call of the decoder reads one segment. Its "state" holds the `mem_len` newest 
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from fairseq.data import Dictionary
@@ -133,7 +133,7 @@ class FwpXlDecoder(LanguageModelDecoder):
             return None
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
-    def build_attention(self, cfg: FwpXlLanguageModelConfig, index: int) -> Attention:
+    def build_attention(self, cfg: FwpXlLanguageModelConfig, index: int) -> Attention[Any]:
         sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
         with naming_flags(SIZES):
             check_heads(*sizes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fairseq_fwp.checks import check
 from fairseq_fwp.decoding import Sample
 from fairseq_fwp.models.decoder import LanguageModelDecoder
-from fairseq_fwp.options import Settings, as_given, plain, setting
+from fairseq_fwp.options import Settings, as_given, plain, read_options, setting
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
     @classmethod
     def build_model(cls, cfg: FairseqDataclass, task: FairseqTask) -> "LanguageModel":
         """Build the model. Raises ValueError that names the flag to change if it cannot be built."""
-        cfg = fill_in_defaults(cfg, cls.config())
+        cfg = read_options(cls.config, cfg)
         words = len(task.target_dictionary)
         check(
             words == len(setting(task, "source_dictionary", task.target_dictionary)),

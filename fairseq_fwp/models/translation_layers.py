@@ -18,7 +18,7 @@ from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeig
 from fairseq_fwp.modules.attention.base import check_heads, reorder
 from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.options import Settings
+from fairseq_fwp.options import Settings, read_options
 
 IncrementalState: TypeAlias = Settings | None
 Mask: TypeAlias = Tensor | None
@@ -121,7 +121,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig, **options: object) -> nn.Module:
         if cfg.decoder_update_rule == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg, **options)
-        attention = build_attention(AttentionOptions, cfg)
+        attention = build_attention(read_options(AttentionOptions, cfg), embed_dim, cfg.decoder_attention_heads)
         if not isinstance(attention, FastWeightAttention):
             raise ValueError(
                 f"--decoder-update-rule must be softmax or one of {', '.join(UPDATE_RULES)} in translation, got "
@@ -149,10 +149,11 @@ def build_linear_attention(
     name: str, embed_dim: int, num_heads: int, cfg: TransformerConfig, **options: object
 ) -> SequenceAttention:
     """Return linear attention with the map of that name."""
-    feature_map = build_map(AttentionOptions, cfg, name, embed_dim // num_heads, besides="softmax or ")
+    given = read_options(AttentionOptions, cfg)
+    feature_map = build_map(given, name, embed_dim // num_heads, besides="softmax or ")
     sizes, table = (embed_dim, num_heads), ATTENTIONS["linear"].options
-    parts = {"feature_map": feature_map, "division": build_division(AttentionOptions, cfg), **options}
-    attention = construct(SequenceAttention, AttentionOptions, cfg, table, *sizes, **parts)
+    parts = {"feature_map": feature_map, "division": build_division(given), **options}
+    attention = construct(SequenceAttention, given, table, *sizes, **parts)
     k, v = attention.kv_proj.weight.chunk(2)
     initialize((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim, attention.feature_map)
     return attention

@@ -7,7 +7,7 @@ fairseq's and GPT-2's.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +82,13 @@ def check_cutoffs(cutoffs: Sequence[int], vocab_size: int, padding_idx: int | No
 
 # Rows whose logits are computed at once if only gradients are needed: 20 MB for 20,000 words.
 BLOCK = 256
+
+
+class Cluster(NamedTuple):
+    """The embeddings (words, D) and the biases (words,) of a cluster's words."""
+
+    weight: Tensor
+    bias: Tensor
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -163,7 +170,7 @@ class AdaptiveSoftmax(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}bias"] = self._masked(destination[f"{prefix}bias"], slice(None))
+        destination[f"{prefix}bias"] = self._masked(destination[f"{prefix}bias"])
 
     def forward(self, features: Tensor, target: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Return logits and targets of the tokens in each cluster; features (B, L, D), target (B, L) or (B L).
@@ -172,8 +179,8 @@ class AdaptiveSoftmax(nn.Module):
         clusters begin with `tail_offset` columns of minus infinity.
         """
         features, target = self.dropout(features.flatten(0, -2)), target.flatten()
-        head_target = target.clone()
-        logits: list[Tensor | None] = [self._head(features)]
+        head_target, clusters = target.clone(), self._split()
+        logits: list[Tensor | None] = [self._head(features, clusters)]
         targets: list[Tensor | None] = [head_target]
         for index, rows in self._rows_of_clusters(target):
             head_target[rows] = self.bounds[1] + index
@@ -181,7 +188,8 @@ class AdaptiveSoftmax(nn.Module):
                 logits.append(None)
                 targets.append(None)
                 continue
-            logits.append(F.pad(self._words(index + 1, features[rows]), (self.tail_offset, 0), value=-torch.inf))
+            tail = self._words(index + 1, features[rows], clusters)
+            logits.append(F.pad(tail, (self.tail_offset, 0), value=-torch.inf))
             targets.append(target[rows] - self.bounds[index + 1] + self.tail_offset)
         return logits, targets
 
@@ -190,14 +198,14 @@ class AdaptiveSoftmax(nn.Module):
 
         With a target (B, L), words of a cluster are computed only for tokens whose target is in that cluster.
         """
-        flat = features.flatten(0, -2)
-        head = F.log_softmax(self._head(flat), dim=-1)
+        flat, clusters = features.flatten(0, -2), self._split()
+        head = F.log_softmax(self._head(flat, clusters), dim=-1)
         if self.clusters is None:
             return head.unflatten(0, features.shape[:-1])
         log_probs = head.new_zeros(flat.shape[0], self.bounds[-1])
         log_probs[:, : self.bounds[1]] = head[:, : self.bounds[1]]
         for index, rows in self._rows_of_clusters(None if target is None else target.flatten(), flat.shape[0]):
-            tail = F.log_softmax(self._words(index + 1, flat[rows]), dim=-1)
+            tail = F.log_softmax(self._words(index + 1, flat[rows], clusters), dim=-1)
             prior = head[rows, self.bounds[1] + index].unsqueeze(1)
             log_probs[rows, self.bounds[index + 1] : self.bounds[index + 2]] = tail + prior
         return log_probs.unflatten(0, features.shape[:-1])
@@ -220,58 +228,61 @@ class AdaptiveSoftmax(nn.Module):
         It is computed in blocks of rows, whose logits fit into a processor's cache.
         """
         flat, head_target = features.flatten(0, -2), target.flatten().clone()
-        tails = []
+        tails, clusters = [], self._split()
         for index, rows in self._rows_of_clusters(target.flatten()):
             if len(rows):
-                own = head_target[rows] - self.bounds[index + 1]
-                tails.append((rows, _loss_gradient(partial(self._words, index + 1), flat[rows], own)))
+                own, logits_of = head_target[rows] - self.bounds[index + 1], partial(self._words, index + 1)
+                tails.append((rows, _loss_gradient(partial(logits_of, clusters=clusters), flat[rows], own)))
                 head_target[rows] = self.bounds[1] + index
-        gradient = _loss_gradient(self._head, flat, head_target)
+        gradient = _loss_gradient(partial(self._head, clusters=clusters), flat, head_target)
         for rows, more in tails:
             gradient.index_add_(0, rows, more)
         return gradient.view_as(features)
 
-    def _head(self, flat: Tensor) -> Tensor:
-        words = self._words(0, flat)
+    def _split(self) -> list[Cluster]:
+        """Return all clusters, the head first. Of slices of a weight, each gradient would be as large as all words."""
+        bias = self._masked(self.bias)
+        if self.tables is None:
+            weight = self.weight if self.words is None else self.words.weight
+            if self.clusters is None:
+                return [Cluster(weight, bias)]
+        sizes = [high - low for low, high in pairwise(self.bounds)]
+        weights = weight.split(sizes) if self.tables is None else [table.weight for table in self.tables]
+        return list(map(Cluster, weights, bias.split(sizes)))
+
+    def _head(self, flat: Tensor, clusters: list[Cluster]) -> Tensor:
+        words = self._words(0, flat, clusters)
         if self.clusters is None:
             return words
-        clusters = at_least_float32(self.clusters(self._project(0, flat)))
-        head = torch.cat([words, clusters], dim=-1)
+        others = at_least_float32(self.clusters(self._project(0, flat, clusters[0].weight.dtype)))
+        head = torch.cat([words, others], dim=-1)
         if self.shift_entries:
             head[:, self.bounds[1] :] += flat[:, flat.shape[1] - (len(self.bounds) - 2) :]
         return head
 
-    def _words(self, index: int, flat: Tensor) -> Tensor:
+    def _words(self, index: int, flat: Tensor, clusters: list[Cluster]) -> Tensor:
         """The logits of the words of a cluster, 0 = the head."""
-        low, high = self.bounds[index : index + 2]
-        bias = self._masked(self.bias[low:high], slice(low, high))
+        weight, bias = clusters[index]
         with faster_linear(flat.shape[0], flat.device):
-            logits = at_least_float32(F.linear(self._project(index, flat), self._weight(index), bias))
+            logits = at_least_float32(F.linear(self._project(index, flat, weight.dtype), weight, bias))
         if self.shift_entries:
             first = flat.shape[1] - self.shift_entries
-            logits = logits + flat[:, first + low : first + high]
+            logits = logits + flat[:, first + self.bounds[index] : first + self.bounds[index + 1]]
         return logits
 
-    def _masked(self, bias: Tensor, words: slice) -> Tensor:
-        """The biases of some words, minus infinity for those that are absent."""
-        return bias if self.absent is None else bias.masked_fill(self.absent[words], -torch.inf)
+    def _masked(self, bias: Tensor) -> Tensor:
+        """The biases, minus infinity for words that are absent."""
+        return bias if self.absent is None else bias.masked_fill(self.absent, -torch.inf)
 
-    def _project(self, index: int, flat: Tensor) -> Tensor:
+    def _project(self, index: int, flat: Tensor, dtype: torch.dtype) -> Tensor:
         """The features in the space of a cluster's embeddings, in their dtype."""
         if self.shift_entries:
             flat = flat[:, : flat.shape[1] - self.shift_entries]
         if self.projections is None or isinstance(self.projections[index], nn.Identity):
-            return flat.to(self._weight(index).dtype)
+            return flat.to(dtype)
         weight = self.projections[index].weight
         projected = F.linear(flat.to(weight.dtype), weight.T)
         return self.dropout(projected) if index else projected
-
-    def _weight(self, index: int) -> Tensor:
-        """The embeddings of a cluster's words."""
-        if self.tables is not None:
-            return self.tables[index].weight
-        weight = self.weight if self.words is None else self.words.weight
-        return weight if self.clusters is None else weight[self.bounds[index] : self.bounds[index + 1]]
 
     def _rows_of_clusters(self, target: Tensor | None, count: int = 0) -> list[tuple[int, Tensor]]:
         """Return for each tail cluster the rows whose target is in it, or all `count` rows without a target."""

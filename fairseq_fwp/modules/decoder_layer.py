@@ -1,7 +1,7 @@
 """The Transformer's layer: an attention and a feed-forward block."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        attention: Attention,
+        attention: Attention[Any],
         embed_dim: int,
         ffn_embed_dim: int,
         activation: Callable[[Tensor], Tensor],
@@ -73,7 +73,7 @@ class DecoderLayer(nn.Module):
 
         first, shared: as `Attention` takes them.
         """
-        before, recent = (state, None) if self.token_shift is None or state is None else state
+        before, recent = state if isinstance(state, LayerState) else (state, None)
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
         y, after = self.self_attn(y, before, key_padding_mask, first, shared)
         if last is not None and self.token_shift is None:

@@ -38,7 +38,7 @@ from fairseq_fwp.models.presets import register
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.options import Settings, option
+from fairseq_fwp.options import Settings, option, read_options
 from fairseq_fwp.synthetic.memory import FastWeightMemory, SoftmaxMemory
 
 # E for each of the S keys and S values, from the public code; the paper does not give it.
@@ -100,15 +100,15 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
             value = getattr(cfg, name)
             check(value is None or value >= 1, f"{flag(name)} must be at least 1, got {value}")
         embed_dim = int(2 * task.num_keys * EMBED_DIM_PER_SYMBOL) if cfg.embed_dim is None else cfg.embed_dim
-        options = FwpAssociativeRetrievalConfig
+        cfg = read_options(FwpAssociativeRetrievalConfig, cfg)
         if cfg.update_rule == SOFTMAX:
-            without_map = ["feature_map"] if cfg.feature_map != options.feature_map else []
-            warn_of_unused(unused_options(options, cfg, []) + without_map)
+            without_map = ["feature_map"] if cfg.feature_map != FwpAssociativeRetrievalConfig.feature_map else []
+            warn_of_unused(unused_options(cfg, []) + without_map)
             return cls(SoftmaxMemory(task.num_keys), task.num_keys, embed_dim, cfg.key_dim)
-        parts: dict[str, object] = {**build_normalizations(options, cfg, MEMORY), "num_values": task.num_keys}
-        parts["feature_map"] = build_map(options, cfg, cfg.feature_map, cfg.key_dim)
-        memory = construct(MEMORY.module, options, cfg, MEMORY.options, **parts)
-        warn_of_unused(unused_options(options, cfg, [used_options(cfg, MEMORY, cfg.feature_map)]))
+        parts: dict[str, object] = {**build_normalizations(cfg, MEMORY), "num_values": task.num_keys}
+        parts["feature_map"] = build_map(cfg, cfg.feature_map, cfg.key_dim)
+        memory = construct(MEMORY.module, cfg, MEMORY.options, **parts)
+        warn_of_unused(unused_options(cfg, [used_options(cfg, MEMORY, cfg.feature_map)]))
         return cls(memory, task.num_keys, embed_dim, cfg.key_dim)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:

@@ -12,6 +12,14 @@
 
 #ifdef EMULATOR_FORGET
 #include "kernels.cu"
+#include "rules/decay.cu"
+#include "rules/delta.cu"
+#include "rules/gated.cu"
+#include "rules/gated_by_key.cu"
+#include "rules/gated_delta.cu"
+#include "rules/gated_delta_by_key.cu"
+#include "rules/removal.cu"
+#include "rules/sum.cu"
 #elif defined(EMULATOR_MAPS)
 #include "launch_map.cuh"
 
@@ -25,14 +33,20 @@ const char* map_backward(const Projection& given, void* to) { return detail::lau
 
 }  // namespace fwp::cuda
 #else
-#include "launch.cuh"
+#ifdef EMULATOR_SUM
+#include "rules/gated_by_key.cu"
+#include "rules/sum.cu"
+#else
+#include "rules/delta.cu"
+#include "rules/gated_delta_by_key.cu"
+#endif
 
 namespace fwp::cuda {
 
 #ifdef EMULATOR_SUM
-using Only = detail::Kernels<Rule::sum>;
+using Only = Passes<Rule::sum>;
 #else
-using Only = detail::Kernels<Rule::delta>;
+using Only = Passes<Rule::delta>;
 #endif
 size_t workspace_bytes(const Call& call, bool is_backward) { return Only::workspace(call, is_backward); }
 const char* forward(const Call& call, const Inputs& in, const Outputs& to) { return Only::forward(call, in, to); }

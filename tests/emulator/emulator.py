@@ -40,7 +40,12 @@ def compiler() -> list[str]:
 
 def sources_of(kernels: Path) -> list[Path]:
     """Return the files of the kernels in a folder, in a fixed order."""
-    return [kernels.parent / "rule.h", *sorted(kernels.iterdir())]
+    return [kernels.parent / "rule.h", *sorted(path for path in kernels.rglob("*") if path.is_file())]
+
+
+def units_of(kernels: Path) -> list[Path]:
+    """Return the files that nvcc compiles."""
+    return [path for path in sources_of(kernels) if path.suffix == ".cu"]
 
 
 def make_once(name: str, command: Sequence[str], files: Iterable[Path], folder: Path = CACHE) -> Path:

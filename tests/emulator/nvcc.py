@@ -2,14 +2,16 @@
 
 import fcntl
 import hashlib
+import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from emulator import CACHE, KERNELS, sources_of
+from emulator import CACHE, KERNELS, sources_of, units_of
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc of CUDA 12 or later on PATH")
 
@@ -19,8 +21,10 @@ COMMAND = ("nvcc", "-std=c++17", "-cubin", "-keep", "-lineinfo", "-Xptxas", "-v"
 
 
 class Compiled(NamedTuple):
-    ptx: Path
-    report: str  # of ptxas -v
+    """The PTX of each file, and what ptxas -v reports of all."""
+
+    ptx: list[str]
+    report: str
 
 
 class Usage(NamedTuple):
@@ -49,11 +53,13 @@ def parse_report(report: str) -> list[Usage]:
 def compile_source(source: Path, architecture: str, folder: Path) -> Compiled:
     """Compile one file. `90a` brings Hopper's own instructions."""
     code = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
-    command = [*COMMAND, code, "-keep-dir", str(folder), str(source), "-o", str(folder / "kernels.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (folder / "ptxas.txt").write_text(done.stderr, encoding="utf-8")
-    return Compiled(folder / f"{source.stem}.ptx", done.stderr)
+    report = folder / f"{source.stem}.txt"  # written last
+    if not report.exists():
+        command = [*COMMAND, code, "-keep-dir", str(folder), str(source), "-o", str(folder / f"{source.stem}.cubin")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        report.write_text(done.stderr, encoding="utf-8")
+    return Compiled([(folder / f"{source.stem}.ptx").read_text()], report.read_text(encoding="utf-8"))
 
 
 def compiled_kernels(architecture: str) -> Compiled:
@@ -64,9 +70,8 @@ def compiled_kernels(architecture: str) -> Compiled:
         key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     folder = CACHE / f"nvcc_{key.hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
-    # Tests in other processes wait for this compilation and use its files; the report is written last.
-    with open(folder / "lock", "w") as lock:
+    # Tests in other processes wait for this compilation and use its files.
+    with open(folder / "lock", "w") as lock, ThreadPoolExecutor(os.cpu_count()) as threads:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "ptxas.txt").exists():
-            return compile_source(KERNELS / "kernels.cu", architecture, folder)
-    return Compiled(folder / "kernels.ptx", (folder / "ptxas.txt").read_text(encoding="utf-8"))
+        of_units = list(threads.map(lambda unit: compile_source(unit, architecture, folder), units_of(KERNELS)))
+    return Compiled([ptx for unit in of_units for ptx in unit.ptx], "".join(unit.report for unit in of_units))

@@ -59,5 +59,5 @@ def test_an_argument_without_a_line_in_the_table_stays_at_its_default(monkeypatc
     options = {"size": "decoder_key_dim"}
     monkeypatch.setitem(attentions.ATTENTIONS, "layered", Kind(Layered, options))
     cfg = FwpLanguageModelConfig(swiglu=True, attention_normalization=True, decoder_key_dim=5)
-    layer = build_attention(FwpLanguageModelConfig, cfg, "layered")
+    layer = build_attention(cfg, *cfg.attention_sizes, "layered")
     assert layer.received == (None, None, None, 5)

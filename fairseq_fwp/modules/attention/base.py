@@ -5,7 +5,7 @@ of which the last L are queried.
 """
 
 import math
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from fairseq_fwp.checks import check
 
-# A state of any attention: a tree of tensors, which only that attention looks into.
+# The state of an attention that is known only when the model is built: a tree of tensors, of its own `State`.
 StateTree: TypeAlias = Any
 State = TypeVar("State")
 
@@ -56,8 +56,8 @@ class Heads(nn.Module):
         return x.transpose(1, 2).flatten(2)
 
 
-class Attention(Heads):
-    """Causal attention, as a decoder's layer calls it.
+class Attention(Heads, Generic[State]):
+    """Causal attention, as a decoder's layer calls it; State: the type, or the types, of its state.
 
     constant_state: whether the size of the state has a bound, so that a stream may have any length;
     packs_documents: whether `first` can be given, so that a segment may hold several documents.
@@ -69,11 +69,11 @@ class Attention(Heads):
     def forward(
         self,
         x: Tensor,
-        state: StateTree = None,
+        state: State | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, StateTree]:
+    ) -> tuple[Tensor, State]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token.
 
         state: before the first token, None = nothing was read; key_padding_mask (B, L): True at padding;

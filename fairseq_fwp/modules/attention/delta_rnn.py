@@ -26,7 +26,7 @@ class DeltaRnnState(NamedTuple):
     output: Tensor
 
 
-class DeltaRnn(Attention):
+class DeltaRnn(Attention[DeltaRnnState]):
     """Attention y_t = phi(q_t) W_t + softmax(y_(t-1)) R_t, with the delta rule for both memories, and y_0 = 0.
 
     R has its own keys, values and rates, projected from the token as for W. Its keys are a softmax, like the vector

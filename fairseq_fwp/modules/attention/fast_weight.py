@@ -29,7 +29,7 @@ from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.projection import Layout, Part, has_kernel, map_projection
 
 
-class FastWeightAttention(Attention):
+class FastWeightAttention(Attention[FastWeightState]):
     """Attention with fast weights: a feature map, an update rule and two normalisations.
 
     Schlag et al. 2021, arXiv 2102.11174, Secs. 3 and 4. One projection gives q, k, v and the rule's gates, without bias

@@ -132,7 +132,7 @@ class LearnedDistances(nn.Module):
         return self.table[:, torch.arange(start, stop, device=self.table.device).clamp(max=self.clamp_len)]
 
 
-class RelativeAttention(Attention):
+class RelativeAttention(Attention[SegmentMemory | RelativeCache]):
     """Attention softmax((a) + (b) + (c) + (d)) over the memory and the segment's past, with projections without bias.
 
     embed_dim: D; num_heads: H; positions: a `SinusoidalDistances` or `LearnedDistances`;

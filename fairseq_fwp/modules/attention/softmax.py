@@ -35,7 +35,7 @@ class KeyValueCache(NamedTuple):
         return KeyValueCache(self.keys[:, :, start:], self.values[:, :, start:], padding)
 
 
-class SoftmaxAttention(Attention):
+class SoftmaxAttention(Attention[KeyValueCache]):
     """Softmax attention over the past: softmax(q k^T / sqrt(d)) v (Vaswani et al. 2017).
 
     embed_dim: D; num_heads: H; dropout: of the attention weights; bias: of all projections, as in fairseq and GPT-2;

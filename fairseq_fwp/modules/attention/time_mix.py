@@ -21,7 +21,7 @@ from fairseq_fwp.ops.arguments import at_least_float32
 POWERS = (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)
 
 
-class TimeMix(Attention):
+class TimeMix(Attention[FastWeightState]):
     """RWKV-7's attention, with six mixtures x_q ... x_g of each token's input and the one before (token shift).
 
         q = W_q x_q      k = W_k x_k      v = W_v x_v      a = sigmoid(f(x_a))      g = f(sigmoid)(x_g)

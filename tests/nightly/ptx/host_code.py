@@ -3,7 +3,7 @@
 import ctypes
 from pathlib import Path
 
-from emulator import KERNELS, Emulator, make_once, sources_of
+from emulator import KERNELS, Emulator, make_once, sources_of, units_of
 from interpreter import Interpreter
 
 RUNTIME = Path(__file__).with_name("runtime.cpp")
@@ -12,7 +12,7 @@ COMMAND = ("nvcc", "-std=c++17", "-arch=sm_90a", "-fdevice-syntax-only", "-Werro
 
 
 def compile_host_code(kernels: Path = KERNELS) -> Path:
-    sources = [RUNTIME, kernels / "kernels.cu"]
+    sources = [RUNTIME, *units_of(kernels)]
     command = [*COMMAND, "-shared", "-Xcompiler", "-fPIC", f"-I{kernels}", *map(str, sources)]
     return make_once("host_code", command, (RUNTIME, *sources_of(kernels)))
 

@@ -23,12 +23,15 @@ SIMPLER = {
 }
 
 
-def translate(ptx: str) -> dict[str, str]:
+def translate(ptx_of_files: list[str]) -> dict[str, str]:
     """Return the interpreter's text of each kernel."""
-    files = dict(FILE.findall(ptx))
-    for pattern, simple in SIMPLER.items():
-        ptx = re.sub(pattern, simple, ptx)
-    return {name: text_of(name, body, files) for name, body in ENTRY.findall(ptx)}
+    texts = dict[str, str]()
+    for ptx in ptx_of_files:
+        files = dict(FILE.findall(ptx))
+        for pattern, simple in SIMPLER.items():
+            ptx = re.sub(pattern, simple, ptx)
+        texts |= {name: text_of(name, body, files) for name, body in ENTRY.findall(ptx)}
+    return texts
 
 
 def text_of(name: str, body: str, files: dict[str, str]) -> str:

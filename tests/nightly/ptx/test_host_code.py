@@ -16,7 +16,7 @@ pytestmark = needs_nvcc
 
 @pytest.fixture(scope="module")
 def interpreter():
-    return Interpreter(translate(compiled_kernels("90a").ptx.read_text()))
+    return Interpreter(translate(compiled_kernels("90a").ptx))
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ SYNCS = ("bar.sync", "bar.arrive", "bar.warp.sync", "cp.async.wait_group")
 
 @pytest.fixture(scope="module")
 def interpreter():
-    return Interpreter(translate(compiled_kernels("90a").ptx.read_text()))
+    return Interpreter(translate(compiled_kernels("90a").ptx))
 
 
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])

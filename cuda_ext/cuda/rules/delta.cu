@@ -1,0 +1,3 @@
+#include "../launch.cuh"
+
+template struct fwp::cuda::Passes<fwp::Rule::delta>;

@@ -1,0 +1,4 @@
+#include "../launch.cuh"
+
+template struct fwp::cuda::Passes<fwp::Rule::gated_by_key>;
+template struct fwp::cuda::detail::ChunksByKey<fwp::Rule::gated_by_key>;
