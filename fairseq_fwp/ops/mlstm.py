@@ -61,9 +61,11 @@ def mlstm_rule(
         state, first, backend: as of ``gla_rule``, with an `MlstmState`.
         epsilon: above 0.
     """
-    tensors: dict[str, tuple[Tensor, tuple[Shape, ...]]] = {"q": (q, (SHARED_KEY,)), "k": (k, (SHARED_KEY,))}
-    tensors |= {"v": (v, (PER_VALUE,)), "input_gate": (input_gate, (PER_TOKEN,))}
-    check_arguments("mlstm_rule", tensors | {"forget_gate": (forget_gate, (PER_TOKEN,))}, first=first)
+    fits = input_gate.shape == forget_gate.shape == v.shape[:3] and input_gate.dtype == forget_gate.dtype == q.dtype
+    if first is not None or not fits:  # `gla_rule` checks the rest
+        tensors: dict[str, tuple[Tensor, tuple[Shape, ...]]] = {"q": (q, (SHARED_KEY,)), "k": (k, (SHARED_KEY,))}
+        tensors |= {"v": (v, (PER_VALUE,)), "input_gate": (input_gate, (PER_TOKEN,))}
+        check_arguments("mlstm_rule", tensors | {"forget_gate": (forget_gate, (PER_TOKEN,))}, first=first)
     if not epsilon > 0:
         raise ValueError(f"mlstm_rule: epsilon must be above 0, got {epsilon}")
     batch, heads, wide = v.shape[0], v.shape[1], state_dtype(q.dtype)
@@ -99,9 +101,11 @@ def scan_maximum(log_forget: Tensor, log_input: Tensor, start: Tensor, first: Te
         documents = first.unsqueeze(1)
         log_input = torch.where(documents, torch.maximum(log_forget, log_input), log_input)
         log_forget = log_forget.masked_fill(documents, -torch.inf)
-    length = log_forget.shape[2]
-    size = min(max(length, 1), CHUNK)
-    chunks = -(-length // size)
+    length, begin = log_forget.shape[2], start.double().unsqueeze(2)
+    if length == 1:  # decoding, without the microseconds of the rest
+        return torch.cat([begin, torch.maximum(log_forget + begin, log_input).to(start.dtype).double()], 2)
+    size = min(length, CHUNK) or 1
+    chunks = -(-length // size) or 1
     fill = chunks * size - length
     # Each pair (a, b) stands for m -> max(a + m, b) over the tokens up to its own: 1, 2, 4 ... of them.
     a = F.pad(log_forget, (0, fill)).unflatten(2, (chunks, size))
@@ -111,10 +115,9 @@ def scan_maximum(log_forget: Tensor, log_input: Tensor, start: Tensor, first: Te
         b = torch.maximum(a + F.pad(b[..., :-span], (span, 0), value=-torch.inf), b)
         a = a + F.pad(a[..., :-span], (span, 0))
         span *= 2
-    ends = [start.double()]
-    for n in range(chunks):
-        end = torch.maximum(a[:, :, n, -1] + ends[-1], b[:, :, n, -1])
-        ends.append(end.to(start.dtype).double())
-    starts = torch.stack(ends, 2)[:, :, :-1, None]
-    maximum = torch.maximum(a + starts, b).flatten(2)[:, :, :length].to(start.dtype).double()
-    return torch.cat([ends[0].unsqueeze(2), maximum], 2)
+    starts = [begin]
+    for n in range(chunks - 1):
+        end = torch.maximum(a[:, :, n, -1:] + starts[-1], b[:, :, n, -1:])
+        starts.append(end.to(start.dtype).double())
+    maximum = torch.maximum(a + torch.stack(starts, 2), b).flatten(2)[:, :, :length]
+    return torch.cat([begin, maximum.to(start.dtype).double()], 2)

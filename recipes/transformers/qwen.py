@@ -1,4 +1,4 @@
-"""Train or time models of Qwen3.5's shape in transformers, or time xLSTM, with its own operators and ours: see run.sh."""
+"""Train or time models of Qwen3.5's shape in transformers, or time xLSTM, with its operators and ours: see run.sh."""
 
 import argparse
 import re

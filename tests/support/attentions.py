@@ -5,6 +5,7 @@ from support.pairwise import pairwise
 
 from fairseq_fwp.modules.attention import FastWeightAttention
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
+from fairseq_fwp.modules.attention.mlstm import Mlstm
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import LearnedDistances, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
@@ -57,6 +58,7 @@ BASELINES = {
     ("local", "rotary"): lambda: SoftmaxAttention(DIM, HEADS, window=4, **ROTARY),
     ("softmax", "normalised"): lambda: SoftmaxAttention(DIM, HEADS, **NORMALISED),
     ("delta_rnn",): lambda: DeltaRnn(DIM, HEADS, FEATURE_MAPS["elu"](4), sum_normalization=SumNormalization()),
+    ("mlstm",): lambda: Mlstm(DIM, HEADS, key_dim=5, backend="reference"),
     ("time_mix",): lambda: TimeMix(DIM, HEADS, backend="reference"),
     ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),
     ("relative", "window"): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS, 3), window=6),

@@ -47,6 +47,7 @@ LANGUAGE_MODELS = {
     "Gated DeltaNet": ("gated_deltanet_lm_tiny", {**HEADS, "decoder_key_dim": 8, "decoder_value_dim": 16}),
     "KDA": ("kda_lm_tiny", {"decoder_attention_heads": 2, "output_gate_rank": 8, "decay_lower_bound": -5.0}),
     "RWKV-7": ("rwkv7_lm_tiny", {"decoder_layers": 3, "decoder_attention_heads": 2}),
+    "xLSTM": ("xlstm_lm_tiny", WIDE),
     "local": ("softmax_lm_wt103", {"attention_window": 3}),
     "clusters": ("delta_lm_wt103", {"adaptive_softmax_cutoff": "10,30", "no_token_positional_embeddings": True}),
     "clusters of softmax": ("softmax_lm_wt103", {"adaptive_softmax_cutoff": "10,30", "decoder_normalize_before": True}),
