@@ -21,6 +21,7 @@ from fairseq_fwp.fast_weight_layer.layer import PACE
 from fairseq_fwp.models.presets import PRESETS
 from fairseq_fwp.modules.attention import FastWeightState
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.ops import MlstmState
 from fairseq_fwp.synthetic.model import RETRIEVAL_PRESETS, FwpAssociativeRetrieval, FwpAssociativeRetrievalConfig
 
 SMALL = {"decoder_layers": 2, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4}
@@ -151,7 +152,7 @@ def numbers_in(state):
     """Return the numbers in a tree of tensors, as the paper counts those of a state: without z and masks."""
     if isinstance(state, torch.Tensor):
         return state.numel() if state.is_floating_point() else 0
-    if isinstance(state, FastWeightState):
+    if isinstance(state, FastWeightState | MlstmState):
         state = state._replace(normalizer=None)
     values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
     return sum(map(numbers_in, values))

@@ -89,4 +89,5 @@ class Mlstm(Attention[MlstmState]):
         return self.out_proj(torch.sigmoid(opening) * out), after
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        return self.num_heads * (self.key_dim * self.value_dim + self.key_dim + 1)
+        # Without the normaliser, as in Schlag et al. 2021, App. F.
+        return self.num_heads * (self.key_dim * self.value_dim + 1)
