@@ -92,9 +92,10 @@ def _replace_xlstm() -> None:
     """Replace the backend of xLSTM, and the sizes of its cache, which are not those of its layers."""
     from transformers.models.xlstm import configuration_xlstm, modeling_xlstm
 
-    if modeling_xlstm.external_xlstm:  # the package xlstm, with kernels of its own
+    backend = getattr(modeling_xlstm, "xLSTMBackend", None)
+    if backend is None:  # the layers are those of the package xlstm, which has kernels of its own
         return
-    _replace(modeling_xlstm.xLSTMBackend, "forward", _xlstm_backend(modeling_xlstm.xLSTMBackend.forward))
+    _replace(backend, "forward", _xlstm_backend(backend.forward))
     for name in ("qk", "v"):
         _replace(configuration_xlstm.xLSTMConfig, f"{name}_head_dim", _head_dim(f"{name}_dim_factor"))
 

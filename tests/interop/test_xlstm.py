@@ -7,6 +7,7 @@ import torch
 from support.pairwise import looped
 
 from fairseq_fwp.interop.transformers import use_in_transformers
+from fairseq_fwp.modules.attention import Mlstm
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
@@ -113,6 +114,22 @@ def test_modes_of_training_take_any_length():
     expected = build()(input_ids=tokens, use_cache=False).logits
     with use_in_transformers():
         torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_our_attention_is_that_of_xlstm():
+    """The layer of `--decoder-update-rule mlstm`, with the weights of transformers' and its names."""
+    theirs = build(torch.float64, norm_reduction_force_float32=False).backbone.blocks[1].mlstm_layer
+    ours = Mlstm(128, 4, key_dim=16, norm_epsilon=1e-6).double()
+    single = theirs.state_dict()
+    weights = {"in_proj": "q k v ogate_preact", "gates": "igate_preact fgate_preact", "out_proj": "out_proj"}
+    of_ours = {
+        f"{name}.{part}": torch.cat([single[f"{other}.{part}"] for other in others.split()])
+        for name, others in weights.items()
+        for part in (("weight", "bias") if name == "gates" else ("weight",))
+    }
+    ours.load_state_dict(of_ours | {"read_out_gain": single["multihead_norm.weight"]})
+    x = torch.randn(2, 48, 128, dtype=torch.float64)
+    torch.testing.assert_close(ours(x)[0], theirs(x)[0], rtol=1e-10, atol=1e-10)
 
 
 def test_backend_as_a_function():
