@@ -5,16 +5,17 @@ from dataclasses import field, fields
 from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 Settings: TypeAlias = dict[str, Any]  # of a model, a task or a file, by their names
 Value = TypeVar("Value")
+MISSING = object()
 
 
 class Dataclass(Protocol):
     """An instance of any dataclass."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: ClassVar[Settings]
 
 
 Options = TypeVar("Options", bound=Dataclass)
@@ -28,11 +29,13 @@ def option(default: Any, text: str, **metadata: object) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
 
 
-def read_options(kind: type[Options], settings: Any) -> Options:
+def read_options(kind: type[Options], settings: object) -> Options:
     """Return a dataclass of options from settings that may have others too; options that they lack have defaults."""
     names = [each.name for each in fields(kind)]
-    is_config = OmegaConf.is_config(settings)  # which may have None for all names; fairseq's others find parts by name
-    given = [name for name in names if (name in settings if is_config else hasattr(settings, name))]
+    if isinstance(settings, DictConfig):  # which may have None for all names; fairseq's others find parts by name
+        given = [name for name in names if name in settings]
+    else:
+        given = [name for name in names if setting(settings, name, MISSING) is not MISSING]
     return kind(**{name: getattr(settings, name) for name in given})
 
 

@@ -25,11 +25,11 @@ from fairseq_fwp.models.decoder import DecoderState
 from fairseq_fwp.models.fwp_lm import FwpDecoder
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention, SequenceAttention, SourceMemory
-from fairseq_fwp.modules.attention.base import Attention
+from fairseq_fwp.modules.attention.base import AnyAttention
 from fairseq_fwp.modules.attention.fast_weight import FastWeightState
 from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
 from fairseq_fwp.modules.positions import CountedPositions
-from fairseq_fwp.ops import convolution
+from fairseq_fwp.ops import convolution, recurrent_delta
 from fairseq_fwp.ops.fast_weights import Inputs, reference_of
 from fairseq_fwp.ops.rule import Rule
 from fairseq_fwp.ops.rules import RULES
@@ -86,7 +86,7 @@ def _windows(
 ) -> DecoderState:
     """Return the state of a decoder with the keys and values of its windows changed: change(window, these)."""
 
-    def of_layer(attention: Attention[Any], of_its_layer: object) -> object:
+    def of_layer(attention: AnyAttention, of_its_layer: object) -> object:
         if not isinstance(attention, SoftmaxAttention) or attention.window is None:
             return of_its_layer
         window = attention.window
@@ -336,6 +336,7 @@ def _translations() -> dict[OperatorBase, Callable[..., object]]:
     translations: dict[OperatorBase, Callable[..., object]] = {
         torch.ops.fwp.fast_weights.default: _linear_attention,
         torch.ops.fwp.causal_conv1d.default: convolution.definition,
+        torch.ops.fwp.recurrent_delta.default: recurrent_delta.without_kernel,
         torch.ops.aten.argsort.stable: _argsort,
     }
     for rule in RULES:

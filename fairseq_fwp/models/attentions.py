@@ -8,7 +8,7 @@ of flags in errors and docs/flags.md read these tables; a test holds them agains
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from fairseq.dataclass import FairseqDataclass
 from torch import nn
@@ -21,11 +21,12 @@ from fairseq_fwp.modules.attention import (
     FastWeightAttention,
     LinearAttention,
     Mlstm,
+    RecurrentDelta,
     RelativeAttention,
     SoftmaxAttention,
     TimeMix,
 )
-from fairseq_fwp.modules.attention.base import Attention, Heads, head_size
+from fairseq_fwp.modules.attention.base import AnyAttention, Heads, head_size
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, Division, SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, FeatureMap
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -121,6 +122,7 @@ ATTENTIONS: dict[str, Kind[Heads]] = {
             "backend": "fwp_backend",
         },
     ),
+    "recurrent_delta": Kind(RecurrentDelta, {"scale_read_out": "scale_read_out", "backend": "fwp_backend"}),
     "time_mix": Kind(
         TimeMix,
         {
@@ -195,7 +197,7 @@ def construct(
 
 def build_attention(
     cfg: AttentionOptions, embed_dim: int, num_heads: int, name: str | None = None, depth: float = 0.0
-) -> Attention[Any]:
+) -> AnyAttention:
     """Return the causal attention of the configuration. Raises ValueError that names the flag for an invalid one.
 
     name: of ATTENTIONS, None = the one that the options select; depth: share of the layers below it, 0 = the first.
@@ -211,7 +213,7 @@ def build_attention(
             cfg.attention_normalization or not cfg.attention_normalization_read_out_only,
             "--attention-normalization must be on with --attention-normalization-read-out-only, got off",
         )
-    return cast(Attention[Any], construct(kind.module, cfg, kind.options, embed_dim, num_heads, **parts))
+    return cast(AnyAttention, construct(kind.module, cfg, kind.options, embed_dim, num_heads, **parts))
 
 
 def build_map(cfg: MemoryOptions, name: str, key_dim: int, besides: str = "") -> FeatureMap:

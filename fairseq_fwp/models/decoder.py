@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Optional, Protocol, cast, runtime_checkable
+from typing import NamedTuple, Optional, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.models.attentions import ATTENTIONS
 from fairseq_fwp.models.graphs import Shapes, StepGraph, TrunkGraphs, split
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
-from fairseq_fwp.modules.attention.base import Attention, StateTree, detach, reorder, reset
+from fairseq_fwp.modules.attention.base import AnyAttention, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.decoder_layer import DecoderLayer, LayerState
 from fairseq_fwp.modules.dropout import Dropout
@@ -212,11 +212,11 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.layer_positions: nn.ModuleList | None = None  # added to the inputs of each layer (Al-Rfou et al. 2019)
 
     @property
-    def attentions(self) -> list[Attention[Any]]:
+    def attentions(self) -> list[AnyAttention]:
         """The attention of each layer."""
         return [cast(DecoderLayer, layer).self_attn for layer in self.layers]
 
-    def build_attention(self, cfg: FairseqDataclass, index: int) -> Attention[Any]:
+    def build_attention(self, cfg: FairseqDataclass, index: int) -> AnyAttention:
         """Return the attention of a layer."""
         raise NotImplementedError
 

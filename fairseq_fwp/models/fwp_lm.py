@@ -5,7 +5,7 @@ It can be a hybrid: some layers have softmax, the others fast weights.
 
 from argparse import ArgumentParser
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 from fairseq.data import Dictionary
 from fairseq.models import register_model
@@ -24,7 +24,7 @@ from fairseq_fwp.models.attentions import (
 from fairseq_fwp.models.decoder import DecoderConfig, LanguageModelDecoder, check_probability
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.attention import SOFTMAX
-from fairseq_fwp.modules.attention.base import Attention
+from fairseq_fwp.modules.attention.base import AnyAttention
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions, VaswaniPositions
@@ -135,7 +135,7 @@ class FwpDecoder(LanguageModelDecoder):
             return LearnedPositions(self.max_target_positions, cfg.decoder_embed_dim)
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
-    def build_attention(self, cfg: FwpLanguageModelConfig, index: int) -> Attention[Any]:
+    def build_attention(self, cfg: FwpLanguageModelConfig, index: int) -> AnyAttention:
         names = layer_attentions(cfg)
         depth = (index - names.index(names[index])) / len(names)  # of the first of its kind 0
         return build_attention(cfg, *cfg.attention_sizes, names[index], depth)

@@ -5,7 +5,7 @@ A call of the decoder reads one segment. Its "state" holds the `mem_len` newest 
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from fairseq.data import Dictionary
@@ -19,7 +19,7 @@ from fairseq_fwp.models.attention_options import naming_flags
 from fairseq_fwp.models.attentions import SIZES
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.language_model import LanguageModel
-from fairseq_fwp.modules.attention.base import Attention, check_heads
+from fairseq_fwp.modules.attention.base import AnyAttention, check_heads
 from fairseq_fwp.modules.attention.relative import (
     LearnedDistances,
     RelativeAttention,
@@ -133,7 +133,7 @@ class FwpXlDecoder(LanguageModelDecoder):
             return None
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
-    def build_attention(self, cfg: FwpXlLanguageModelConfig, index: int) -> Attention[Any]:
+    def build_attention(self, cfg: FwpXlLanguageModelConfig, index: int) -> AnyAttention:
         sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
         with naming_flags(SIZES):
             check_heads(*sizes)

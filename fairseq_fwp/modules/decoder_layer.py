@@ -1,12 +1,12 @@
 """The Transformer's layer: an attention and a feed-forward block."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Attention, StateTree
+from fairseq_fwp.modules.attention.base import AnyAttention, StateTree
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.layer_norm import layer_norm
@@ -35,7 +35,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        attention: Attention[Any],
+        attention: AnyAttention,
         embed_dim: int,
         ffn_embed_dim: int,
         activation: Callable[[Tensor], Tensor],

@@ -4,7 +4,6 @@ Its two operators have kernels for a CPU. Elsewhere, and without a compiler, PyT
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.backend import kernel_ready
 from .arguments import expect_shape, state_dtype
-from .operator import define, differentiate_definition
+from .operator import Context, define, differentiate_definition
 from .rule import is_transformed
 
 
@@ -96,20 +95,19 @@ def _(x: Tensor, weight: Tensor, sequence: Tensor | None, grad_out: Tensor) -> t
     return x.new_empty(x.shape), torch.empty_like(weight)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, sequence = inputs
-    ctx.has_bias = bias is not None
+def _setup_context(ctx: Context, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+    x, weight, _, sequence = inputs
     ctx.save_for_backward(x, weight, sequence)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: Context, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, sequence = ctx.saved_tensors
     if torch.is_grad_enabled():
         convolve = partial(definition, bias=None, sequence=sequence)
         d_x, d_weight = differentiate_definition(convolve, (x, weight), ctx.needs_input_grad[:2], grad_out)
     else:
         d_x, d_weight = _backward(x, weight, sequence, grad_out.contiguous())
-    return d_x, d_weight, grad_out.sum((0, 1)) if ctx.has_bias else None, None
+    return d_x, d_weight, grad_out.sum((0, 1)) if ctx.needs_input_grad[2] else None, None
 
 
 torch.library.register_autograd(_forward, _differentiate, setup_context=_setup_context)

@@ -2,10 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+
+class Context(Protocol):
+    """What autograd gives to both passes of an operator."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
 def define(name: str, schema: str) -> Callable[[Callable[..., object]], OpOverload]:

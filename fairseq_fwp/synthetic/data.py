@@ -2,11 +2,12 @@
 
 `Associations` are those of Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1. The other problems distinguish
 update rules: sequences of symbols, with the right answer for some of their tokens. `parity` (Grazzi et al. 2025, arXiv
-2411.12537) and `s3` (Siems et al. 2025, arXiv 2502.10297, Sec. 5) ask for a state at every token. `mqar`, multi-query
-associative recall (Arora et al. 2024, arXiv 2312.04927), asks for values written before.
+2411.12537) and products in a group (Siems et al. 2025, arXiv 2502.10297, Sec. 5) ask for a state at every token.
+`mqar`, multi-query associative recall (Arora et al. 2024, arXiv 2312.04927), asks for values written before.
 """
 
 from collections.abc import Callable
+from functools import cache, partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -107,17 +108,39 @@ def parity(generator: Generator, setting: Setting) -> Sequence:
     return bits, bits.cumsum() % 2
 
 
-# The table product[a, b] of the six permutations of three elements; a is applied first.
-GROUP = list(permutations(range(3)))
-S3 = np.array([[GROUP.index(tuple(b[i] for i in a)) for b in GROUP] for a in GROUP])
+def _symmetric(n: int) -> list[tuple[int, ...]]:
+    return list(permutations(range(n)))
 
 
-def s3(generator: Generator, setting: Setting) -> Sequence:
-    """Draw permutations of three elements; an answer is their product so far."""
-    symbols = generator.integers(6, size=setting.length)
-    answers, product = np.empty_like(symbols), 0  # permutation 0 is the identity
+def _alternating(n: int) -> list[tuple[int, ...]]:
+    """The permutations with an even number of pairs in the wrong order."""
+    return [p for p in _symmetric(n) if sum(a > b for i, b in enumerate(p) for a in p[:i]) % 2 == 0]
+
+
+# Groups of permutations by name; the first one of each is the identity. Only those of a5 and s5 are not solvable.
+GROUPS = {
+    "s3": lambda: _symmetric(3),
+    "a4": lambda: _alternating(4),
+    "a5": lambda: _alternating(5),
+    "s5": lambda: _symmetric(5),
+    "z60": lambda: [tuple((i + shift) % 60 for i in range(60)) for shift in range(60)],
+}
+
+
+@cache
+def product_table(name: str) -> np.ndarray:
+    """Return product[a, b] of the permutations of a group; a is applied first."""
+    place = {permutation: index for index, permutation in enumerate(GROUPS[name]())}
+    return np.array([[place[tuple(b[i] for i in a)] for b in place] for a in place])
+
+
+def products(name: str, generator: Generator, setting: Setting) -> Sequence:
+    """Draw elements of a group; an answer is their product so far."""
+    table = product_table(name)
+    symbols = generator.integers(len(table), size=setting.length)
+    answers, product = np.empty_like(symbols), 0
     for t, symbol in enumerate(symbols):
-        answers[t] = product = S3[product, symbol]
+        answers[t] = product = table[product, symbol]
     return symbols, answers
 
 
@@ -134,7 +157,12 @@ def mqar(generator: Generator, setting: Setting) -> Sequence:
     return sequence, np.concatenate([np.full(2 * pairs, NOT_ASKED), values[queries]])
 
 
-PROBLEMS = {"parity": parity, "s3": s3, "mqar": mqar}
+PROBLEMS: dict[str, Problem] = {"parity": parity, **{name: partial(products, name) for name in GROUPS}, "mqar": mqar}
+
+
+def count_symbols(problem: str, symbols: int) -> int:
+    """Return the number of symbols of a problem; symbols: the keys of mqar."""
+    return len(product_table(problem)) if problem in GROUPS else 2 * symbols if problem == "mqar" else 2
 
 
 class ProblemSequences(GeneratedSequences):

@@ -16,7 +16,14 @@ from omegaconf import II
 from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.options import Settings, option
-from fairseq_fwp.synthetic.data import PROBLEMS, Associations, GeneratedSequences, ProblemSequences, Setting
+from fairseq_fwp.synthetic.data import (
+    PROBLEMS,
+    Associations,
+    GeneratedSequences,
+    ProblemSequences,
+    Setting,
+    count_symbols,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +229,7 @@ class FwpSequenceProblemsConfig(FairseqDataclass):
     """Generated problems of state tracking and recall. Defaults: those of parity."""
 
     problem: ChoiceEnum(list(PROBLEMS)) = option(  # type: ignore[valid-type]
-        "parity", "parity: parity of bits; s3: product of permutations; mqar: recall of many key-value pairs"
+        "parity", "parity: of bits; s3, a4, a5, s5, z60: product in that group; mqar: recall of many key-value pairs"
     )
     length: int = option(40, "tokens of a training sequence, at least 1")
     valid_length: Optional[int] = option(None, "tokens of a sequence in an evaluation; none: --length")  # noqa: UP045
@@ -260,7 +267,7 @@ class FwpSequenceProblemsTask(GeneratedTask):
         super().__init__(cfg)
         # Answers are symbols too.
         self.dictionary = self.source_dictionary = self.target_dictionary = Dictionary()
-        for symbol in range({"parity": 2, "s3": 6, "mqar": 2 * cfg.symbols}[str(cfg.problem)]):
+        for symbol in range(count_symbols(str(cfg.problem), cfg.symbols)):
             self.dictionary.add_symbol(str(symbol))
 
     def check_length(self, flag: str, length: int) -> None:

@@ -23,7 +23,7 @@ from support.pairwise import looped
 from torch.nn import functional as F
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState, RecurrentDelta
 from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import (
@@ -323,7 +323,7 @@ def test_sinusoids_of_long_distances_survive_half_precision():
     assert (rows[:, 0] - rows[:, 1]).abs().max() > 0.1
 
 
-# The Delta RNN, mLSTM, and RWKV-7's time mixing, whose equations are in convert/test_fla.py.
+# The Delta RNN, the Recurrent Delta Net, mLSTM, and RWKV-7's time mixing, whose equations are in convert/test_fla.py.
 
 
 def test_the_delta_rnn_is_the_papers_equation():
@@ -367,6 +367,28 @@ def test_mlstm_is_the_papers_equation():
     h = torch.nn.functional.layer_norm(h, (4,)).transpose(1, 2).flatten(2)
     expected = (o.sigmoid() * layer.read_out_gain * h) @ layer.out_proj.weight.T
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-9, atol=1e-10)
+
+
+def test_the_recurrent_delta_net_is_the_papers_equation():
+    """q, k, v and beta also depend on tanh(y_{t-1}); the delta rule writes, and the query reads, both as a softmax."""
+    layer, x = build(("recurrent_delta",)), random(2, 7, DIM)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight)
+    d = DIM // HEADS
+    of_tokens = layer.in_proj(x).view(2, 7, HEADS, 3 * d + 1)
+    w, y, outs = torch.zeros(2, HEADS, d, d).double(), torch.zeros(2, HEADS, d).double(), []
+    for t in range(7):
+        logits = of_tokens[:, t] + (y.tanh().unsqueeze(2) @ layer.recurrent).squeeze(2)
+        q, k, v, beta = logits.split([d, d, d, 1], -1)
+        k = k.softmax(-1)
+        w = w + k.unsqueeze(3) * (beta.sigmoid() * (v - read(k, w))).unsqueeze(2)
+        y = read(q.softmax(-1), w)
+        outs.append(y)
+    expected = torch.stack(outs, 1).flatten(2) @ layer.out_proj.weight.T
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
+    scaled = RecurrentDelta(DIM, HEADS, scale_read_out=True).double()
+    scaled.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(scaled(x)[0], expected / 2, rtol=1e-10, atol=1e-12)  # / sqrt(d), after the recurrence
 
 
 @looped("depth", [0.0, 0.5])

@@ -7,6 +7,7 @@ from fairseq_fwp.modules.attention import FastWeightAttention
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.mlstm import Mlstm
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
+from fairseq_fwp.modules.attention.recurrent_delta import RecurrentDelta
 from fairseq_fwp.modules.attention.relative import LearnedDistances, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 from fairseq_fwp.modules.attention.time_mix import TimeMix
@@ -59,6 +60,7 @@ BASELINES = {
     ("softmax", "normalised"): lambda: SoftmaxAttention(DIM, HEADS, **NORMALISED),
     ("delta_rnn",): lambda: DeltaRnn(DIM, HEADS, FEATURE_MAPS["elu"](4), sum_normalization=SumNormalization()),
     ("mlstm",): lambda: Mlstm(DIM, HEADS, key_dim=5, backend="reference"),
+    ("recurrent_delta",): lambda: RecurrentDelta(DIM, HEADS),
     ("time_mix",): lambda: TimeMix(DIM, HEADS, backend="reference"),
     ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),
     ("relative", "window"): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS, 3), window=6),

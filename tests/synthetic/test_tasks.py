@@ -12,7 +12,7 @@ import torch
 from support.command_server import run
 from support.pairwise import looped
 
-from fairseq_fwp.synthetic.data import NOT_ASKED, PROBLEMS, Associations, Setting
+from fairseq_fwp.synthetic.data import GROUPS, NOT_ASKED, PROBLEMS, Associations, Setting
 from fairseq_fwp.synthetic.model import FwpAssociativeRetrievalConfig
 from fairseq_fwp.synthetic.tasks import (
     FwpAssociativeRetrievalTask,
@@ -95,16 +95,19 @@ def test_parity_is_the_exclusive_or_so_far():
         assert answers == list(itertools.accumulate(bits, lambda odd, bit: odd ^ bit))
 
 
-def test_s3_is_the_product_of_permutation_matrices_so_far():
-    matrices = [np.eye(3, dtype=int)[list(permutation)] for permutation in itertools.permutations(range(3))]
+@looped("name, size, moved", [("s3", 6, 3), ("a4", 12, 4), ("a5", 60, 5), ("s5", 120, 5), ("z60", 60, 60)])
+def test_a_group_asks_for_the_product_of_permutation_matrices_so_far(name, size, moved):
+    matrices = [np.eye(moved, dtype=int)[list(permutation)] for permutation in GROUPS[name]()]
+    signs = {round(np.linalg.det(matrix)) for matrix in matrices}
+    assert len(matrices) == size and signs == ({1} if name[0] == "a" else {1, -1})
     seen = set()
-    for symbols, answers in draw("s3"):
-        product = np.eye(3, dtype=int)
+    for symbols, answers in draw(name):
+        product = np.eye(moved, dtype=int)
         for symbol, answer in zip(symbols, answers, strict=True):
             product = product @ matrices[symbol]
             assert (matrices[answer] == product).all()
             seen.add((symbol, answer))
-    assert len(seen) == 36
+    assert len(seen) > min(35, 4 * size)
 
 
 def test_mqar_asks_for_the_value_that_stands_after_the_key():

@@ -95,6 +95,9 @@ class Attention(Heads, Generic[State]):
         raise NotImplementedError
 
 
+AnyAttention: TypeAlias = Attention[StateTree]
+
+
 def check_heads(embed_dim: int, num_heads: int) -> None:
     """Raise ValueError unless num_heads divides embed_dim and heads are not empty."""
     divides = num_heads >= 1 and embed_dim >= 1 and embed_dim % num_heads == 0

@@ -7,15 +7,15 @@ Irie, Schlag, Csordas & Schmidhuber 2021, "Going Beyond Linear Transformers with
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Attention, reset
+from fairseq_fwp.modules.attention.base import Attention
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
-from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
+from fairseq_fwp.modules.attention.memory import FastWeightState
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.update_rules import find_rule
-from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.recurrent_delta import recurrent_delta
 
 
 class DeltaRnnState(NamedTuple):
@@ -30,7 +30,7 @@ class DeltaRnn(Attention[DeltaRnnState]):
     """Attention y_t = phi(q_t) W_t + softmax(y_(t-1)) R_t, with the delta rule for both memories, and y_0 = 0.
 
     R has its own keys, values and rates, projected from the token as for W. Its keys are a softmax, like the vector
-    that reads it. This is version 2 of the public code. The recurrence runs token by token, in Python.
+    that reads it. This is version 2 of the public code. The recurrence is `ops.recurrent_delta`, without its R.
 
     Arguments are those of `FastWeightAttention`, which is the memory W. Raises ValueError as it does.
     """
@@ -63,8 +63,7 @@ class DeltaRnn(Attention[DeltaRnnState]):
             backend=backend,
         )
         del self.feedforward.out_proj  # only y is projected
-        self.num_heads = num_heads
-        self.recurrent = Memory(find_rule("delta"), backend=backend)
+        self.num_heads, self.backend = num_heads, backend
         self.recurrent_proj = nn.Linear(embed_dim, 2 * embed_dim + num_heads, bias=False)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
@@ -79,33 +78,24 @@ class DeltaRnn(Attention[DeltaRnnState]):
         """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
         before = None if state is None else FastWeightState(state.weights)
         q, k, v, gates, _ = self.feedforward.prepare(x, key_padding_mask=key_padding_mask)
-        read, after = self.feedforward.memory.read(q, k, v, gates, before, first)
-        z = at_least_float32(read.to(x.dtype))
-        k, v, beta = self._project(x, z.dtype)
-        memory = z.new_zeros(*z.shape[:2], z.shape[3], z.shape[3]) if state is None else state.recurrent
-        y = z.new_zeros(*z.shape[:2], z.shape[3]) if state is None else state.output
-        outs = []
-        for t in range(x.shape[1]):
-            if first is not None:
-                memory, y = reset((memory, y), first[:, t])
-            k_t, v_t, beta_t = (part[:, :, t : t + 1] for part in (k, v, beta))
-            q_t = y.softmax(-1).unsqueeze(2)
-            out, (written, *_) = self.recurrent.read(q_t, k_t, v_t, {"beta": beta_t}, FastWeightState(memory))
-            new = z[:, :, t] + out.squeeze(2)
-            if key_padding_mask is not None:
-                padded = key_padding_mask[:, t, None, None]
-                written, new = torch.where(padded[..., None], memory, written), torch.where(padded, y, new)
-            memory, y = written, new
-            outs.append(y)
-        out = (torch.stack(outs, 2) if outs else z) * self.feedforward.read_out.scale
-        return self.out_proj(self.merge_heads(out).to(x.dtype)), DeltaRnnState(after.weights, memory, y)
+        read, weights = self.feedforward.memory.read(q, k, v, gates, before, first)
+        out, *after = recurrent_delta(
+            self._project(x),
+            z=read.to(x.dtype).transpose(1, 2),
+            memory=None if state is None else state.recurrent,
+            output=None if state is None else state.output,
+            first=first,
+            padding=key_padding_mask,
+            backend=self.backend,
+        )
+        y = (out * self.feedforward.read_out.scale).flatten(2).to(x.dtype)
+        return self.out_proj(y), DeltaRnnState(weights.weights, *after)
 
-    def _project(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return k (B, H, L, d), a softmax, v (B, H, L, d) and beta (B, H, L) of the memory R."""
-        embed_dim = x.shape[-1]
-        projected = self.recurrent_proj(x).to(dtype)
-        k, v = (self.split_heads(part) for part in projected[..., : 2 * embed_dim].chunk(2, -1))
-        return k.softmax(-1), v, projected[..., 2 * embed_dim :].sigmoid().transpose(1, 2)
+    def _project(self, x: Tensor) -> Tensor:
+        """Return for each head of R (B, L, H, 3 d + 1): zeros for the query, key, value and rate, before softmax."""
+        kv, beta = self.recurrent_proj(x).split([2 * x.shape[-1], self.num_heads], dim=-1)
+        kv = kv.unflatten(-1, (2, self.num_heads, -1)).transpose(2, 3)
+        return F.pad(torch.cat([kv.flatten(3), beta.unsqueeze(-1)], dim=-1), (kv.shape[-1], 0))
 
     def state_size(self, length: int, carried: bool = False) -> int:
         head_dim = self.out_proj.in_features // self.num_heads

@@ -1,0 +1,274 @@
+// The delta rule whose queries, keys, values and rates see the last output o (Irie et al. 2021, arXiv 2106.06295), for one head
+// of d numbers. From the logits x_t of a token, 3 d + 1 numbers,
+//
+//     s = tanh(o_{t-1})      [q k v b] = x_t + s R      of q and k the softmax, of b the sigmoid
+//     e = v - k W            W += k^T (b e)             o_t = z_t + q W
+//
+// is a Recurrent Delta Net, without z. Without R, o_{t-1} is added to the logits of q: with z from other memories, a Delta RNN.
+//
+// In reverse, with G and m the gradients of W and o through later tokens,
+//
+//     l = d_o_t + m          d_q = l W_t^T       G += q^T l          u = k G           d_e = b u         d_b = u . e
+//     d_k = b e G^T - d_e W_{t-1}^T              G -= k^T d_e        d_v = d_e         d_z = l
+//     d_x = all four through softmax, softmax, nothing and sigmoid                     m = (1 - s * s) * (d_x R^T)
+//
+// without R m is the part of d_x of q. W_{t-1} is W_t without the write of token t. The state is read again before each
+// kKeptEvery tokens, as the forward pass has kept it: so the errors of at most as many subtractions add up.
+#pragma once
+
+#include <limits>
+
+#include "../rule.h"
+#include "rows.h"
+#include "tile.h"
+
+namespace fwp {
+
+FWP_INLINE Vector<float> hyperbolic_tangent(Vector<float> x) {
+  const Vector<float> size = x < 0.0f ? -x : x, part = exponential(-2.0f * size), y = (1.0f - part) / (1.0f + part);
+  return x < 0.0f ? -y : y;
+}
+FWP_INLINE Vector<double> hyperbolic_tangent(Vector<double> x) {
+  FWP_UNROLL for (int lane = 0; lane < kLanes<double>; ++lane) x[lane] = std::tanh(x[lane]);
+  return x;
+}
+
+// What happens before a token: the state is emptied; the token is padding, and changes nothing.
+enum Mark : uint8_t { kFirst = 1, kPadding = 2 };
+
+template <typename A>
+class RecurrentDelta {
+ public:
+  static int64_t scratch_size(int64_t d) {
+    const int64_t gates = 3 * d + 1;
+    return 2 * d * padded<A>(d) + d * padded<A>(gates) + gates * padded<A>(d) + 5 * padded<A>(gates) + 8 * padded<A>(d) +
+           round_up(d, kLanes<A>) * kLanes<A>;
+  }
+
+  // weights: R (d, 3 d + 1), or null. Scratch is aligned, with scratch_size(d) numbers.
+  RecurrentDelta(int64_t d, const A* weights, A* scratch) : d_(d), gates_(3 * d + 1), feeds_back_(weights != nullptr) {
+    std::fill(scratch, scratch + scratch_size(d), A(0));
+    for (Tokens<A>* x : {&w_, &g_}) *x = take(scratch, d, d);
+    r_ = take(scratch, d, gates_);
+    of_gate_ = take(scratch, gates_, d);
+    for (A** x : {&x_, &q_, &k_, &d_x_, &v_}) *x = take(scratch, 1, gates_).data;
+    for (A** x : {&s_, &o_, &e_, &u_, &m_, &l_, &d_q_, &d_k_}) *x = take(scratch, 1, d).data;
+    products_ = scratch;
+    for (int64_t i = 0; i < d && weights; ++i)
+      for (int64_t p = 0; p < gates_; ++p) r_[i][p] = of_gate_[p][i] = weights[i * gates_ + p];
+  }
+
+  // `length` tokens. z and marks may be null. saved: q, k, e and b of each token; kept: W before each kKeptEvery tokens. Both
+  // may be null. memory and output, d^2 and d numbers, are replaced.
+  void forward(int64_t length, Tokens<const A> x, Tokens<const A> z, const uint8_t* marks, A* memory, A* output, Tokens<A> out,
+               Tokens<A> saved, A* kept) {
+    load_matrix(memory, w_);
+    std::copy(output, output + d_, o_);
+    for (int64_t t = 0; t < length; ++t) {
+      if (kept && t % kKeptEvery == 0) store_matrix(w_, kept + t / kKeptEvery * d_ * d_);
+      const uint8_t mark = marks ? marks[t] : 0;
+      if (mark & kFirst) clear(w_), std::fill(o_, o_ + d_, A(0));
+      if (mark & kPadding) {
+        if (saved.data) std::fill(saved[t], saved[t] + gates_, A(0));
+      } else {
+        const A b = step(x[t], z.data ? z[t] : nullptr);
+        if (saved.data) {
+          std::copy(q_, q_ + d_, saved[t]), std::copy(k_, k_ + d_, saved[t] + d_), std::copy(e_, e_ + d_, saved[t] + 2 * d_);
+          saved[t][3 * d_] = b;
+        }
+      }
+      std::copy(o_, o_ + d_, out[t]);
+    }
+    store_matrix(w_, memory);
+    std::copy(o_, o_ + d_, output);
+  }
+
+  // memory: W after the last token; output: o before the first; out, saved, kept: results of the forward pass. d_memory and
+  // d_output: the gradient of W after the last token, replaced by that of the first W; receives that of the first o.
+  void backward(int64_t length, const uint8_t* marks, const A* memory, const A* output, Tokens<const A> out,
+                Tokens<const A> saved, const A* kept, Tokens<const A> d_out, Tokens<A> d_x, Tokens<A> d_z, A* d_memory,
+                A* d_output) {
+    load_matrix(memory, w_);
+    load_matrix(d_memory, g_);
+    for (int64_t t = length; t-- > 0;) {
+      if ((t + 1) % kKeptEvery == 0 && t + 1 < length) load_matrix(kept + (t + 1) / kKeptEvery * d_ * d_, w_);
+      const uint8_t mark = marks ? marks[t] : 0;
+      const bool is_first = mark & kFirst;
+      if (mark & kPadding) {
+        for (int64_t i = 0; i < d_; ++i) m_[i] += d_out[t][i];
+        std::fill(d_x[t], d_x[t] + gates_, A(0)), std::fill(d_z[t], d_z[t] + d_, A(0));
+      } else {
+        step_back(saved[t], is_first ? nullptr : t > 0 ? out[t - 1] : output, d_out[t], d_x[t], d_z[t]);
+      }
+      if (!is_first) continue;
+      clear(g_), std::fill(m_, m_ + d_, A(0));
+      rebuild(t, marks, saved, kept);
+    }
+    store_matrix(g_, d_memory);
+    std::copy(m_, m_ + d_, d_output);
+  }
+
+ private:
+  void clear(Tokens<A> x) { std::fill(x[0], x[0] + d_ * x.stride, A(0)); }
+  void load_matrix(const A* from, Tokens<A> to) {
+    for (int64_t i = 0; i < d_; ++i) std::copy(from + i * d_, from + (i + 1) * d_, to[i]);
+  }
+  void store_matrix(Tokens<A> from, A* to) {
+    for (int64_t i = 0; i < d_; ++i) std::copy(from[i], from[i] + d_, to + i * d_);
+  }
+  // Call f(first column, vectors) for panels of the padded columns of a row.
+  template <typename F>
+  static FWP_INLINE void for_columns(int64_t columns, F f) {
+    for_panels<A, 4>(columns, f);
+  }
+  // to = from + the sum over i of x_i y_i, for rows y_i of `columns` numbers.
+  static void multiply(const A* x, Tokens<A> y, int64_t rows, int64_t columns, const A* from, A* to) {
+    for_columns(columns, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+      constexpr int NV = decltype(vectors)::value;
+      Vector<A> sum[NV];
+      FWP_UNROLL for (int n = 0; n < NV; ++n) sum[n] = from ? load(from + j + n * kLanes<A>) : Vector<A>{};
+      for (int64_t i = 0; i < rows; ++i)
+        FWP_UNROLL for (int n = 0; n < NV; ++n) sum[n] += x[i] * load(y[i] + j + n * kLanes<A>);
+      FWP_UNROLL for (int n = 0; n < NV; ++n) store(to + j + n * kLanes<A>, sum[n]);
+    });
+  }
+  void softmax(const A* x, A* to) const {
+    const A most = *std::max_element(x, x + d_);
+    const A sum = sum_over<A>(d_, [&](int64_t i, int64_t left) {
+      const Vector<A> part = exponential(load_part(x + i, left) - most);
+      store_part(to + i, part, left);
+      return left >= kLanes<A> ? part : load_part(to + i, left);
+    });
+    const A share = 1 / sum;
+    for (int64_t i = 0; i < d_; ++i) to[i] *= share;
+  }
+
+  // From o_{t-1} and W_{t-1} to o_t and W_t, with q, k and e; returns b.
+  A step(const A* x, const A* z) {
+    std::copy(x, x + gates_, x_);
+    if (feeds_back_) {
+      for_vectors<A>(d_, [&](int64_t i, int64_t) { store(s_ + i, hyperbolic_tangent(load(o_ + i))); });
+      multiply(s_, r_, d_, gates_, x_, x_);
+    } else {
+      for (int64_t i = 0; i < d_; ++i) x_[i] += o_[i];
+    }
+    softmax(x_, q_);
+    softmax(x_ + d_, k_);
+    const A b = 1 / (1 + std::exp(-x_[3 * d_]));
+    multiply(k_, w_, d_, d_, nullptr, e_);
+    for (int64_t i = 0; i < d_; ++i) e_[i] = x_[2 * d_ + i] - e_[i], u_[i] = b * e_[i];
+    for (int64_t i = 0; i < d_; ++i) o_[i] = z ? z[i] : 0;
+    for_columns(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+      constexpr int NV = decltype(vectors)::value;
+      Vector<A> read[NV], write[NV];
+      FWP_UNROLL for (int n = 0; n < NV; ++n) read[n] = load(o_ + j + n * kLanes<A>), write[n] = load(u_ + j + n * kLanes<A>);
+      for (int64_t i = 0; i < d_; ++i)
+        FWP_UNROLL for (int n = 0; n < NV; ++n) {
+          A* const at = w_[i] + j + n * kLanes<A>;
+          const Vector<A> w = load(at) + k_[i] * write[n];
+          store(at, w);
+          read[n] += q_[i] * w;
+        }
+      FWP_UNROLL for (int n = 0; n < NV; ++n) store(o_ + j + n * kLanes<A>, read[n]);
+    });
+    return b;
+  }
+
+  // before: o_{t-1}, null where the token is a document's first.
+  void step_back(const A* saved, const A* before, const A* d_out, A* d_x, A* d_z) {
+    std::copy(saved, saved + d_, q_), std::copy(saved + d_, saved + 2 * d_, k_), std::copy(saved + 2 * d_, saved + 3 * d_, e_);
+    const A b = saved[3 * d_];
+    for (int64_t i = 0; i < d_; ++i) d_z[i] = l_[i] = d_out[i] + m_[i], u_[i] = b * e_[i];
+    clear_products();
+    for_columns(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+      constexpr int NV = decltype(vectors)::value;
+      Vector<A> l[NV], u[NV], of_key[NV];
+      FWP_UNROLL for (int n = 0; n < NV; ++n)
+        l[n] = load(l_ + j + n * kLanes<A>), u[n] = load(u_ + j + n * kLanes<A>), of_key[n] = Vector<A>{};
+      for (int64_t i = 0; i < d_; ++i) {
+        Vector<A> product = load(products_ + i * kLanes<A>);
+        FWP_UNROLL for (int n = 0; n < NV; ++n) {
+          A *const w = w_[i] + j + n * kLanes<A>, *const g = g_[i] + j + n * kLanes<A>;
+          const Vector<A> state = load(w), gradient = load(g) + q_[i] * l[n];
+          product += state * l[n];
+          store(w, state - k_[i] * u[n]);
+          store(g, gradient);
+          of_key[n] += k_[i] * gradient;
+        }
+        store(products_ + i * kLanes<A>, product);
+      }
+      FWP_UNROLL for (int n = 0; n < NV; ++n) store(v_ + j + n * kLanes<A>, of_key[n]);
+    });
+    sum_products(d_q_);
+    A d_b = 0;
+    for (int64_t i = 0; i < d_; ++i) d_b += v_[i] * e_[i], v_[i] *= b;  // v_: d_e
+    clear_products();
+    for_columns(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+      constexpr int NV = decltype(vectors)::value;
+      Vector<A> d_e[NV], u[NV];
+      FWP_UNROLL for (int n = 0; n < NV; ++n) d_e[n] = load(v_ + j + n * kLanes<A>), u[n] = load(u_ + j + n * kLanes<A>);
+      for (int64_t i = 0; i < d_; ++i) {
+        Vector<A> product = load(products_ + i * kLanes<A>);
+        FWP_UNROLL for (int n = 0; n < NV; ++n) {
+          A* const g = g_[i] + j + n * kLanes<A>;
+          const Vector<A> gradient = load(g);
+          product += gradient * u[n] - load(w_[i] + j + n * kLanes<A>) * d_e[n];
+          store(g, gradient - k_[i] * d_e[n]);
+        }
+        store(products_ + i * kLanes<A>, product);
+      }
+    });
+    sum_products(d_k_);
+    through_softmax(q_, d_q_, d_x_);
+    through_softmax(k_, d_k_, d_x_ + d_);
+    std::copy(v_, v_ + d_, d_x_ + 2 * d_);
+    d_x_[3 * d_] = b * (1 - b) * d_b;
+    std::copy(d_x_, d_x_ + gates_, d_x);
+    if (!feeds_back_) {
+      std::copy(d_x_, d_x_ + d_, m_);
+      return;
+    }
+    multiply(d_x_, of_gate_, gates_, d_, nullptr, m_);
+    for (int64_t i = 0; i < d_; ++i) o_[i] = before ? before[i] : 0;
+    for_vectors<A>(d_, [&](int64_t i, int64_t) {
+      const Vector<A> s = hyperbolic_tangent(load(o_ + i));
+      store(m_ + i, load(m_ + i) * (A(1) - s * s));
+    });
+  }
+  void through_softmax(const A* y, const A* d_y, A* d_x) const {
+    A product = 0;
+    for (int64_t i = 0; i < d_; ++i) product += y[i] * d_y[i];
+    for (int64_t i = 0; i < d_; ++i) d_x[i] = y[i] * (d_y[i] - product);
+  }
+
+  // Sums over the lanes of a vector for each row.
+  void clear_products() { std::fill(products_, products_ + d_ * kLanes<A>, A(0)); }
+  void sum_products(A* to) {
+    for (int64_t i = 0; i < d_; i += kLanes<A>) {
+      Vector<A> parts[kLanes<A>];
+      FWP_UNROLL for (int n = 0; n < kLanes<A>; ++n) parts[n] = load(products_ + (i + n) * kLanes<A>);
+      sum_lanes_of_each<A>(parts);
+      store(to + i, parts[0]);
+    }
+  }
+
+  // W before token t, which is a document's first: from the state that was kept before it.
+  void rebuild(int64_t t, const uint8_t* marks, Tokens<const A> saved, const A* kept) {
+    const int64_t begin = t / kKeptEvery * kKeptEvery;
+    load_matrix(kept + begin / kKeptEvery * d_ * d_, w_);
+    for (int64_t s = begin; s < t; ++s) {
+      if (marks[s] & kFirst) clear(w_);
+      if (marks[s] & kPadding) continue;
+      const A *k = saved[s] + d_, *e = saved[s] + 2 * d_, b = saved[s][3 * d_];
+      for (int64_t i = 0; i < d_; ++i)
+        for (int64_t j = 0; j < d_; ++j) w_[i][j] += k[i] * (b * e[j]);
+    }
+  }
+
+  const int64_t d_, gates_;
+  const bool feeds_back_;
+  Tokens<A> w_, g_, r_, of_gate_;  // W, G, R and its transpose
+  A *x_, *q_, *k_, *d_x_, *v_, *s_, *o_, *e_, *u_, *m_, *l_, *d_q_, *d_k_, *products_;
+};
+
+}  // namespace fwp

@@ -1,0 +1,196 @@
+"""The delta rule whose queries, keys, values and rates see the last output: Recurrent Delta Nets, and Delta RNNs.
+
+Irie, Schlag, Csordas & Schmidhuber 2021, "Going Beyond Linear Transformers with Recurrent Fast Weight Programmers"
+(arXiv 2106.06295). It runs token by token: its operators have kernels for a CPU. Elsewhere, and without a compiler,
+PyTorch computes the definition.
+
+Shapes: B batch, L tokens, H heads, d numbers of a head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.backend import kernel_ready
+from .arguments import expect_shape, outer, retrieve, state_dtype
+from .fast_weights import KEPT_EVERY
+from .operator import Context, define, refuse_double_backward
+from .rule import is_transformed
+
+FIRST, PADDING = 1, 2  # the bits of a mark: Mark of cuda_ext/cpu/recurrent_delta.h
+
+
+def recurrent_delta(
+    x: Tensor,
+    weights: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    memory: Tensor | None = None,
+    output: Tensor | None = None,
+    first: Tensor | None = None,
+    padding: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return o (B, L, H, d), and after the last token the memory (B, H, d, d) and the output (B, H, d).
+
+        s = tanh(o_{t-1})        [q k v b] = x_t + s R        q and k softmax, b sigmoid
+        W_t = W_{t-1} + k^T b (v - k W_{t-1})                 o_t = z_t + q W_t
+
+    Without R, o_{t-1} is added to x_t where q is. All but float64 is computed in float32, and so are the results.
+
+    x: (B, L, H, 3 d + 1), for each head q, k, v and b; weights: R (H, d, 3 d + 1); z: (B, L, H, d), None = zeros.
+    memory (B, H, d, d), output (B, H, d): before the first token, None = zeros.
+    first (B, L), bool: tokens before which both are empty; padding (B, L), bool: tokens that change neither.
+    backend: "reference" is the definition, which can be differentiated any number of times; any other: the kernel, on a
+    CPU.
+
+    Raises ValueError for other shapes.
+    """
+    expect_shape("x", x, B=None, L=None, H=None, gates=None)
+    batch, length, heads, gates = x.shape
+    if gates % 3 != 1 or gates == 1:
+        raise ValueError(f"x must have 3 d + 1 numbers for each head, got {gates}")
+    dim, dtype = gates // 3, state_dtype(x.dtype)
+    memory = x.new_zeros(batch, heads, dim, dim, dtype=dtype) if memory is None else memory
+    output = x.new_zeros(batch, heads, dim, dtype=dtype) if output is None else output
+    if weights is not None:
+        expect_shape("weights", weights, H=heads, d=dim, gates=gates)
+    if z is not None:
+        expect_shape("z", z, B=batch, L=length, H=heads, d=dim)
+    expect_shape("memory", memory, B=batch, H=heads, key=dim, value=dim)
+    expect_shape("output", output, B=batch, H=heads, d=dim)
+    marks = None
+    for mask, bit in ((first, FIRST), (padding, PADDING)):
+        if mask is not None:
+            expect_shape("first, padding", mask, B=batch, L=length)
+            marks = (mask * bit if marks is None else marks + mask * bit).to(torch.uint8)
+    x, memory, output = (part.to(dtype).contiguous() for part in (x, memory, output))
+    weights, z = (None if part is None else part.to(dtype).contiguous() for part in (weights, z))
+    if backend == "reference" or is_transformed() or not x.is_cpu:
+        out, memory = definition(x, weights, z, memory, output, marks)
+    else:
+        keeps = torch.is_grad_enabled() and any(
+            part is not None and part.requires_grad for part in (x, weights, z, memory, output)
+        )
+        out, memory, *_ = _forward(x, weights, z, memory, output, marks, keeps)
+    return out, memory, out[:, -1] if length else output
+
+
+def definition(
+    x: Tensor, weights: Tensor | None, z: Tensor | None, memory: Tensor, output: Tensor, marks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return o and the memory after the last token, token by token in PyTorch."""
+    dim, outs = output.shape[-1], []
+    for t in range(x.shape[1]):
+        if marks is not None:
+            begins = (marks[:, t] & FIRST).bool()[:, None, None]
+            memory, output = memory.masked_fill(begins[..., None], 0), output.masked_fill(begins, 0)
+        if weights is None:
+            logits = torch.cat([x[:, t, :, :dim] + output, x[:, t, :, dim:]], dim=-1)
+        else:
+            logits = x[:, t] + torch.einsum("bhd,hdg->bhg", output.tanh(), weights)
+        q, k, v, b = logits.split([dim, dim, dim, 1], dim=-1)
+        k = k.softmax(-1)
+        after = memory + outer(k, b.sigmoid() * (v - retrieve(k, memory)))
+        new = retrieve(q.softmax(-1), after)
+        new = new if z is None else new + z[:, t]
+        if marks is not None:
+            padded = (marks[:, t] & PADDING).bool()[:, None, None]
+            after, new = torch.where(padded[..., None], memory, after), torch.where(padded, output, new)
+        memory, output = after, new
+        outs.append(output)
+    return torch.stack(outs, 1) if outs else x.new_zeros(*x.shape[:3], dim), memory
+
+
+_INPUTS = "Tensor x, Tensor? weights, Tensor? z, Tensor memory, Tensor output, Tensor? marks, bool keeps"
+
+
+@define("recurrent_delta", f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+def _forward(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """Return o, the memory, and for the backward pass q, k, e and b of each token, and the memory of each chunk."""
+    if x.device.type == "cpu" and kernel_ready("cpu"):
+        return torch.ops.fwp.recurrent_delta(x, *given)
+    return without_kernel(x, *given)
+
+
+def without_kernel(
+    x: Tensor, weights: Tensor | None, z: Tensor | None, memory: Tensor, output: Tensor, marks: Tensor | None, _: bool
+) -> tuple[Tensor, ...]:
+    """Return the same from the definition; for the backward pass x, and the first memory for each chunk."""
+    out, last = definition(x, weights, z, memory, output, marks)
+    return out, last.clone(), x.clone(), _of_chunks(x, memory).copy_(memory.unsqueeze(2)).flatten(0, 2)
+
+
+@define(
+    "recurrent_delta_backward",
+    "(Tensor? weights, Tensor? z, Tensor output, Tensor? marks, Tensor last, Tensor out, Tensor saved, Tensor kept,"
+    " Tensor d_out, Tensor d_last) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(
+    weights: Tensor | None,
+    z: Tensor | None,
+    output: Tensor,
+    marks: Tensor | None,
+    last: Tensor,
+    out: Tensor,
+    saved: Tensor,
+    kept: Tensor,
+    d_out: Tensor,
+    d_last: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x, z, the memory and the output before the first token."""
+    memory = kept.view(*last.shape[:2], -1, *last.shape[2:])[:, :, 0] if len(kept) else last
+
+    def of(x: Tensor, z: Tensor, memory: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        return definition(x, weights, z, memory, output, marks)
+
+    given = (saved, torch.zeros_like(out) if z is None else z, memory, output)
+    gradients: tuple[Tensor, ...] = torch.func.vjp(of, *given)[1]((d_out, d_last))
+    return gradients
+
+
+def _of_chunks(x: Tensor, memory: Tensor) -> Tensor:
+    """Return room for the memory (B, H, chunks, d, d) before each chunk."""
+    chunks = (x.shape[1] + KEPT_EVERY - 1) // KEPT_EVERY
+    return x.new_empty(*memory.shape[:2], chunks, *memory.shape[2:])
+
+
+@torch.library.register_fake(_forward)
+def _(x: Tensor, _: None, __: None, memory: Tensor, output: Tensor, marks: None, keeps: bool) -> tuple[Tensor, ...]:
+    out = x.new_empty(*x.shape[:3], output.shape[-1])
+    saved = torch.empty_like(x) if keeps else x.new_empty(0)
+    kept = _of_chunks(x, memory).flatten(0, 2) if keeps else memory.new_empty(0, *memory.shape[2:])
+    return out, torch.empty_like(memory), saved, kept
+
+
+@torch.library.register_fake(_backward)
+def _(
+    _: None, __: None, output: Tensor, ___: None, last: Tensor, out: Tensor, saved: Tensor, *____: Tensor
+) -> tuple[Tensor, ...]:
+    return torch.empty_like(saved), torch.empty_like(out), torch.empty_like(last), torch.empty_like(output)
+
+
+def _setup_context(ctx: Context, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
+    _, weights, z, _, fed_back, marks, _ = inputs
+    out, last, saved, kept = output
+    ctx.mark_non_differentiable(saved, kept)
+    ctx.save_for_backward(weights, z, fed_back, marks, last, out, saved, kept)
+
+
+def _differentiate(ctx: Context, d_out: Tensor, d_last: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+    weights, z, output, marks, last, out, saved, kept = ctx.saved_tensors
+    d_x, d_z, d_memory, d_output = _backward(
+        weights, z, output, marks, last, out, saved, kept, d_out.contiguous(), d_last.contiguous()
+    )
+    d_weights = None
+    if weights is not None and ctx.needs_input_grad[1]:
+        before = torch.cat([output.unsqueeze(1), out[:, :-1]], dim=1) if out.shape[1] else out
+        if marks is not None:
+            before = before.masked_fill((marks & FIRST).bool()[..., None, None], 0)
+        d_weights = torch.einsum("blhd,blhg->hdg", before.tanh(), d_x)
+    return d_x, d_weights, None if z is None else d_z, d_memory, d_output, None, None
+
+
+torch.library.register_autograd(_forward, _differentiate, setup_context=_setup_context)
+refuse_double_backward(_backward)

@@ -1,0 +1,126 @@
+"""The recurrent delta rule: its kernel against the definition, and its bits."""
+
+import inspect
+
+import pytest
+import torch
+from support.pairwise import looped
+
+from fairseq_fwp.ops import recurrent_delta as operators
+from fairseq_fwp.ops.recurrent_delta import recurrent_delta
+
+B, H = 2, 3
+
+
+def sample(length, dim, terms, dtype=torch.float64):
+    """Return the arguments of a rule: w its weights, z, m marks, s a state."""
+    x = torch.randn(B, length, H, 3 * dim + 1, dtype=dtype)
+    given = {"x": x, "weights": 0.5 * torch.randn(H, dim, 3 * dim + 1, dtype=dtype)} if "w" in terms else {"x": x}
+    if "z" in terms:
+        given["z"] = torch.randn(B, length, H, dim, dtype=dtype)
+    if "s" in terms:
+        given |= {"memory": torch.randn(B, H, dim, dim, dtype=dtype), "output": torch.randn(B, H, dim, dtype=dtype)}
+    if "m" in terms:
+        given |= {"first": torch.rand(B, length) < 0.1, "padding": torch.rand(B, length) < 0.1}
+    return given
+
+
+def run(given, backend="auto"):
+    """Return all results and gradients."""
+    leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in given.items()}
+    results = recurrent_delta(**leaves, backend=backend)
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in results]
+    return [*results, *torch.autograd.grad(results, [x for x in leaves.values() if x.requires_grad], cotangents)]
+
+
+# Tokens, the size of a head, and terms. Chunks have 32 tokens.
+CASES = [(1, 1, "w"), (33, 4, "z"), (70, 16, "wms"), (64, 17, "zms"), (100, 64, "wzms"), (40, 40, "")]
+
+
+@looped("dtype, most", [(torch.float64, 1e-12), (torch.float32, 3e-6)])
+@looped("length, dim, terms", CASES)
+def test_the_kernel_is_the_definition(length, dim, terms, dtype, most):
+    given = sample(length, dim, terms, dtype)
+    expected = run({name: x.double() if x.is_floating_point() else x for name, x in given.items()}, "reference")
+    for x, y in zip(run(given), expected, strict=True):
+        assert (x.double() - y).abs().max() <= most * y.abs().max().clamp(min=1)
+
+
+def test_bits_do_not_depend_on_batch_threads_and_splits():
+    given = sample(150, 16, "wzms", torch.float32)
+    whole = run(given)
+    of_row = {name: x if name == "weights" else x[1:] for name, x in given.items()}
+    for x, y in zip(run(of_row)[:3], whole[:3], strict=True):
+        assert torch.equal(x, y[1:])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - threads % 2)
+    assert all(map(torch.equal, run(given), whole))
+    torch.set_num_threads(threads)
+    first, second = ({**given} for _ in range(2))
+    for part, tokens in ((first, slice(None, 64)), (second, slice(64, None))):
+        part |= {name: given[name][:, tokens] for name in ("x", "z", "first", "padding")}
+    out, memory, output = recurrent_delta(**first)
+    rest = recurrent_delta(**{**second, "memory": memory, "output": output})
+    assert torch.equal(torch.cat([out, rest[0]], 1), whole[0])
+    assert torch.equal(rest[1], whole[1]) and torch.equal(rest[2], whole[2])
+
+
+def test_padding_changes_nothing_and_documents_begin_empty():
+    given = sample(9, 5, "ws")
+    begins, padding = (torch.arange(9).expand(B, 9) == 4), (torch.arange(9).expand(B, 9) >= 7)
+    out, memory, output = recurrent_delta(**given, first=begins, padding=padding)
+    alone = recurrent_delta(given["x"][:, 4:7], given["weights"])
+    assert torch.equal(out[:, 4:7], alone[0]) and torch.equal(memory, alone[1]) and torch.equal(output, alone[2])
+    assert torch.equal(out[:, 7:], output.unsqueeze(1).expand(-1, 2, -1, -1))
+
+
+def test_no_tokens():
+    given = sample(0, 4, "ws")
+    out, memory, output = recurrent_delta(**given)
+    assert out.shape == (B, 0, H, 4) and torch.equal(memory, given["memory"]) and torch.equal(output, given["output"])
+
+
+def test_without_a_kernel(monkeypatch):
+    """As if it could not be built: the operators' bodies in Python."""
+    monkeypatch.setattr(operators, "kernel_ready", lambda device: False)
+    forward, backward = map(inspect.unwrap, (operators._forward, operators._backward))
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *given):
+            results = forward(*given)
+            operators._setup_context(ctx, given, results)
+            return results
+
+        backward = staticmethod(operators._differentiate)
+
+    given = sample(35, 4, "wzms")
+    expected = run(given)
+    monkeypatch.setattr(operators, "_backward", backward)
+    monkeypatch.setattr(operators, "_forward", Function.apply)
+    for x, y in zip(run(given), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_compiled():
+    given = sample(6, 4, "wz")
+    compiled = torch.compile(recurrent_delta, backend="aot_eager", fullgraph=True)
+    for x, y in zip(compiled(**given), recurrent_delta(**given), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+WRONG = [
+    ({"x": torch.zeros(2, 3, 4)}, "x must have shape"),
+    ({"x": torch.zeros(2, 3, 4, 6)}, "x must have 3 d \\+ 1 numbers for each head, got 6"),
+    ({"x": torch.zeros(2, 3, 4, 7), "weights": torch.zeros(4, 3, 7)}, "weights must have shape"),
+    ({"x": torch.zeros(2, 3, 4, 7), "z": torch.zeros(2, 3, 4, 3)}, "z must have shape"),
+    ({"x": torch.zeros(2, 3, 4, 7), "memory": torch.zeros(2, 4, 2, 3)}, "memory must have shape"),
+    ({"x": torch.zeros(2, 3, 4, 7), "first": torch.zeros(2, 4, dtype=torch.bool)}, "first, padding must have shape"),
+]
+
+
+@looped("given, message", WRONG)
+def test_wrong_shapes(given, message):
+    with pytest.raises(ValueError, match=message):
+        recurrent_delta(**given)
