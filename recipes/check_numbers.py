@@ -90,6 +90,11 @@ def of_likelihood(row: Row) -> list[float]:
     return [100 * math.exp(row.table.number(0, loss) - row.table.number(row.place, loss))]
 
 
+def sentences_a_second(row: Row) -> list[float]:
+    """The sentences of both cases divided by their seconds."""
+    return [count / row.table.number(row.place, f"seconds for {count:,} ") for count in (1000, 100)]
+
+
 def time_of_layers(row: Row) -> list[float]:
     """The time of fast weight layers, by SGD's and by RMS': the inverse of the tokens a second above."""
     table = row.table.above[0 if row.label.startswith("local") else 1]
@@ -98,28 +103,19 @@ def time_of_layers(row: Row) -> list[float]:
     return [table.number(rule, "tokens/s") / table.number(layers, "tokens/s") for rule in rules]
 
 
-def ahead_of_model(row: Row) -> list[float]:
-    """How far fast weight layers on the deeper Transformer-XL, above, are ahead of the first row, in %."""
-    columns = {"valid": 6, "test": 7}
-    layers = {head: row.table.above[-1].number("FWLs", column) for head, column in columns.items()}
-    return [100 * (1 - found / row.table.number(0, head)) for head, found in layers.items()]
-
-
 # By recipe: a pattern of "head; label", and its rule.
 RULES: Mapping[str, Mapping[str, Rule]] = {
-    "associative_retrieval": {
-        "^times as fast": lambda row: [row.table.number(row.place, "an epoch") / row.table.number(row.place, "ours")],
-    },
     "decay_finetune": {
         "^of the source, valid": share("then the distribution"),
         "^of the source;": share("valid 0"),
         r"\(above\)": above,
     },
-    "fwl": {"^(SGD|RMS);": time_of_layers, "; FWLs ahead": ahead_of_model},
+    "fwl": {"^(SGD|RMS);": time_of_layers},
     "multi30k": {
         "^behind.*; (?!FAVOR|DPFP|ELU)": behind("valid", "test"),
         "^behind": behind("after both: valid", "after both: test"),
         "above|^rows self|^linear in all": above,
+        "^sentences a second": sentences_a_second,
     },
     "recurrent": {"^of the source": of_likelihood},
     "sequence_problems": {"; a guess": lambda row: [100 / 2, 100 / 6, 100 / 16]},

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Makes everything run: `bash recipes/setup.sh [plots] [dev] ...`. Once it is done, another run takes a moment.
 # It uses the virtual (or conda) environment that is active, else .venv, which it makes in the checkout; a PyTorch
-# that is there already stays. TORCH_SPEC='torch==2.12.0' chooses another PyTorch than the tested ones.
+# that is there already stays. An environment with another fairseq is refused, since two cannot be in one.
+# TORCH_SPEC='torch==2.12.0' chooses another PyTorch than the tested ones.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 tested_torch=(2.13.0) # with which all tests have passed, the newest first
+fairseq=$(grep -o 'fairseq-fixed==[0-9.]*' "$root/setup.py")
 
 say() { echo "setup: $*" >&2; }
 die() { say "$*"; exit 1; }
@@ -70,6 +72,17 @@ check_owner() {
   done
 }
 
+# Into an environment that this script has not set up, fairseq-fixed would come over any other fairseq.
+check_fairseq() {
+  local other
+  if [ -d "$state" ] || needs_venv; then return; fi
+  other=$("$python" -I -c 'import sys
+from importlib.metadata import distributions
+found = {"%s==%s" % (one.metadata["Name"], one.version) for one in distributions()}
+print(*sorted(name for name in found - {sys.argv[1]} if name.startswith(("fairseq==", "fairseq-fixed=="))))' "$fairseq")
+  [ -z "$other" ] || die "$env has $other, and $fairseq would replace it: deactivate it (a .venv is made here then)."
+}
+
 check_room() { # check_room FOLDER GB
   local free
   free=$(df -Pk "$1" | awk 'NR == 2 { print int($4 / 1048576) }')
@@ -85,6 +98,7 @@ check_machine() {
   done
   check_python
   check_owner
+  check_fairseq
   [ -w "$folder" ] || die "$folder cannot be written: work in a copy, or activate an environment of your own."
   command -v "${CXX:-g++}" >/dev/null ||
     die "the C++ compiler ${CXX:-g++} is missing: install it (on Debian and Ubuntu: apt install g++)."
@@ -184,7 +198,7 @@ install_fairseq() {
   local -x CFLAGS="${CFLAGS:-} -g0 -O1 -I'$state/headers'"
   mkdir -p "$headers"
   printf '#include <torch/%s.h>\n' types csrc/utils/pybind | tee "$headers/torch.h" >"$headers/extension.h"
-  set -- "$@" --no-deps --no-build-isolation "$(grep -o 'fairseq-fixed==[0-9.]*' "$root/setup.py")"
+  set -- "$@" --no-deps --no-build-isolation "$fairseq"
   say "fairseq may have to be built, which takes a minute or two"
   pip_install fairseq "$@"
   # The index has one for Python 3.12, and pip keeps what it built: either may be for another PyTorch.

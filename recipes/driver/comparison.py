@@ -21,6 +21,8 @@ HEADS = {"perplexity": "ppl", "loss_base_2": "bits"}
 FAR = 1.5
 # Ways of reading in evaluation.yaml; a row of a carried state may have another name for the last.
 WAYS = ("blocks", "window", "carried")
+# The validation of training reads as training does: in segments, or from the states that training has left.
+AS_TRAINED = "valid, as trained"
 Row = dict[str, Any]  # of the CSV; None = missing
 
 
@@ -111,7 +113,7 @@ def attention_lengths(folder: Path) -> list[str]:
 def read_row(run: Run, *labels: str) -> Row:
     """Return the numbers of a training, with the perplexities of its evaluations under the labels."""
     found = {split: run.result(" ".join([split, *labels])).get("perplexity") for split in ("valid", "test")}
-    return {**found, **{name: value for name, value in run._asdict().items() if name != "folder"}}
+    return {**found, **{name: value for name, value in run._asdict().items() if name not in ("folder", "best")}}
 
 
 def said(row: Row) -> str:
@@ -185,9 +187,20 @@ def write_carried(table: Path, out: Path, folder: Path) -> None:
     """Write carried.csv, carried.png and table.md of the runs in out/carried/RUN, or of their seeds there.
 
     A row of the YAML is a run and the way in which it carries its state. It has the paper's state in millions of
-    numbers, and the paper's perplexities, which may be a bound like "> 260". The table shows test perplexities.
+    numbers, and the paper's perplexities, which may be a bound like "> 260". The table shows the validation of
+    training, and test perplexities.
     """
-    heads = ["model", "trained", "state", *WAYS, "paper state (M)", "paper valid", "paper test", "conf/carried/"]
+    heads = [
+        "model",
+        "trained",
+        "state",
+        AS_TRAINED,
+        *WAYS,
+        "paper state (M)",
+        "paper valid",
+        "paper test",
+        "conf/carried/",
+    ]
     rows, cells, trainings, drawn = [], [], {}, []
     for asked in read_yaml(table, plain=False):
         of_run, carried = out / "carried" / asked["run"], asked.get("evaluated", WAYS[-1])
@@ -202,7 +215,8 @@ def write_carried(table: Path, out: Path, folder: Path) -> None:
         several = f", {len(seeds)} seeds" if len(seeds) > 1 else ""
         name = asked["row"] + (f", {carried}" if carried not in WAYS else "") + several
         paper = [str(asked.get(name, "-")) for name in ("state", "valid", "test")]
-        cells.append([name, asked["trained"], show(last["state"], 0), *ours, *paper, f"{asked['run']}.yaml"])
+        valid = mean([row[AS_TRAINED] or "" for row in seeds], 1)
+        cells.append([name, asked["trained"], show(last["state"], 0), valid, *ours, *paper, f"{asked['run']}.yaml"])
         if last["updates"] is not None:
             size = f": {last['parameters']:,} parameters, {last['updates']:,} updates, {last['hours']:.3f} hours"
             diverged = f" diverged: {last['diverged']}"
@@ -217,7 +231,14 @@ def carried_row(asked: Row, run: Run, way: str) -> Row:
     """Return the numbers of a run that is evaluated in a way."""
     test, seed = run.result(f"test {way}"), run.folder.name.partition("seed_")[2]
     state = asked.get("numbers", test.get("state_size")) if test else None
-    return {"run": asked["run"], "seed": seed, "evaluated": way, "state": state, **read_row(run, way)}
+    about = {
+        "run": asked["run"],
+        "seed": seed,
+        "evaluated": way,
+        "state": state,
+        AS_TRAINED: None if run.diverged else run.best,
+    }
+    return {**about, **read_row(run, way)}
 
 
 # Group of models: the function that reports it.

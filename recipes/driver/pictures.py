@@ -69,6 +69,8 @@ def number(value: Any) -> float | None:
 STYLES = {
     "Delta Network": (COLOURS["delta"], "o"),
     "Delta Network, post-norm, output / sqrt(d)": (COLOURS["delta"], "^"),
+    "Delta Network, attention normalisation": (COLOURS["delta"], "x"),
+    "Delta Network, DPFP": (COLOURS["delta"], "P"),
     "Delta, keys of length one": (COLOURS["delta"], "*"),
     "Gated delta rule": (COLOURS["gated_delta"], "o"),
     "Linear Transformer": (COLOURS["sum"], "s"),
@@ -107,7 +109,9 @@ def draw_carried(rows: list[tuple[Row, Row]], path: Path) -> None:
             use_log_scale(axes.yaxis)
         axes.set_title(title)
         axes.set(xlabel="state (thousands of numbers kept of a sequence)", ylabel=f"test perplexity per {unit}")
-    styles = STYLES | {"empty: trained and evaluated without carried state": ("0.4", "o")}
+    shown = {asked["row"] for asked, found in alike if found.get("test") or "test" in asked}
+    styles = {name: style for name, style in STYLES.items() if name in shown}
+    styles |= {"empty: trained and evaluated without carried state": ("0.4", "o")}
     handles = [pyplot.Line2D([], [], color=c, marker=m, ls="", label=name) for name, (c, m) in styles.items()]
     handles[-1].set_markerfacecolor("none")
     figure.legend(handles=handles, loc="outside upper left", ncols=3)

@@ -64,13 +64,17 @@ def by_model(rows: list[dict[str, Any]], columns: dict[str, str], none: str = "-
 
 
 class Run(NamedTuple):
-    """The result of a training. updates: None if neither trained nor diverged; diverged: the place, in words."""
+    """The result of a training. updates: None if neither trained nor diverged; diverged: the place, in words.
+
+    best: the lowest perplexity of its validations.
+    """
 
     folder: Path
     parameters: int | None = None
     updates: int | None = None
     hours: float | None = None
     diverged: str = ""
+    best: float | None = None
 
     def result(self, name: str) -> dict[str, Any]:
         """Return the result of an evaluation; empty without one."""
@@ -84,7 +88,7 @@ def read_run(folder: Path) -> Run:
     if not outcome.diverged:
         check_unchanged(folder)
     log = read_training(folder / "train.log")
-    return Run(folder, log.parameters, log.updates, log.hours, outcome.words if outcome.diverged else "")
+    return Run(folder, log.parameters, log.updates, log.hours, outcome.words if outcome.diverged else "", log.best())
 
 
 def row_of(model: Any, run: Run, scores: dict[str, Any]) -> dict[str, Any]:

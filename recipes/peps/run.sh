@@ -5,6 +5,7 @@
 # else the PEPs are downloaded.
 # Other models (--models):
 #   grid     every rule, map and normalisation of the papers' tables, about three minutes each
+#   ablation recurrence, positions and loss of Transformer-XL
 #   carried  a state that is carried from segment to segment, and Transformer-XL
 set -euo pipefail
 # shellcheck source=recipes/env.sh

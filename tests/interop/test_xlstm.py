@@ -58,12 +58,9 @@ def test_generation_and_its_cache(dtype):
     model, tokens = build(dtype), torch.randint(3, 64, (2, 21))
     generate = partial(model.generate, tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     with torch.no_grad():
-        first = model(input_ids=tokens, use_cache=True)
-        expected = model(input_ids=tokens[:, :1], cache=first.cache, use_cache=True)
-        sequences = generate()
+        expected, sequences = model(input_ids=tokens, use_cache=True), generate()
         with use_in_transformers():
-            ours = model(input_ids=tokens, use_cache=True)
-            found = model(input_ids=tokens[:, :1], cache=ours.cache, use_cache=True)
+            found = model(input_ids=tokens, use_cache=True)
             if dtype == torch.float32:
                 assert torch.equal(generate(), sequences)
     close = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
@@ -100,7 +97,7 @@ def test_modes_of_training_take_any_length_and_states_come_together():
 
 
 def test_our_attention_is_that_of_xlstm():
-    """The layer of `--decoder-update-rule mlstm`, with the weights of transformers' and its names."""
+    """That of `--decoder-update-rule mlstm`, with weights of transformers; the first gates are those of public code."""
     theirs = build(torch.float64, norm_reduction_force_float32=False).backbone.blocks[1].mlstm_layer
     ours, x = Mlstm(128, 4, key_dim=16, norm_epsilon=1e-6).double(), torch.randn(2, 48, 128, dtype=torch.float64)
     weights = {"in_proj": "q k v ogate_preact", "gates": "igate_preact fgate_preact", "out_proj": "out_proj"}
@@ -109,5 +106,6 @@ def test_our_attention_is_that_of_xlstm():
             parts = [getattr(theirs, other) for other in others.split()]
             getattr(ours, name).weight.copy_(torch.cat([part.weight for part in parts]))
         ours.gates.bias.copy_(torch.cat([theirs.igate_preact.bias, theirs.fgate_preact.bias]))
+        assert Mlstm(128, 4).gates.bias.tolist() == [-10, -10, -10, -10, 3, 4, 5, 6]
         ours.read_out_gain.copy_(theirs.multihead_norm.weight)
     torch.testing.assert_close(ours(x)[0], theirs(x)[0], rtol=1e-10, atol=1e-10)

@@ -143,14 +143,20 @@ def test_a_machine_that_cannot_be_set_up(run, python, extra, words):
     assert sorted(path.name for path in run.checkout.iterdir()) == ["recipes", "setup.py"]
 
 
-def test_an_environment_of_another_checkout_is_left_alone(run, tmp_path):
-    other = tmp_path / "other/fairseq_fwp"
+def test_an_environment_of_another_checkout_or_with_another_fairseq_is_left_alone(run, tmp_path):
+    env, other = tmp_path / "env", tmp_path / "other/fairseq_fwp"
     other.mkdir(parents=True)
-    (tmp_path / "env/lib/python3.11/site-packages").mkdir(parents=True)
-    (tmp_path / "env/lib/python3.11/site-packages/fairseq_fwp").symlink_to(other)
-    stub(tmp_path / "env/bin/python", f'exec {PYTHON} "$@"')
-    done = run("recipes/setup.sh", VIRTUAL_ENV=str(tmp_path / "env"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
+    (site,) = env.glob("lib/python3.*/site-packages")
+    (site / "fairseq_fwp").symlink_to(other)
+    done = run("recipes/setup.sh", VIRTUAL_ENV=str(env))
     assert done.returncode == 1 and f"runs the fairseq_fwp of {other.parent}: deactivate it" in done.stderr
+    (site / "fairseq_fwp").unlink()
+    (site / "fairseq-0.12.2.dist-info").mkdir()
+    (site / "fairseq-0.12.2.dist-info/METADATA").write_text("Name: fairseq\nVersion: 0.12.2\n")
+    done = run("recipes/setup.sh", VIRTUAL_ENV=str(env))
+    assert done.returncode == 1 and "env has fairseq==0.12.2, and fairseq-fixed==0.12.3.1 would replace" in done.stderr
+    assert [*site.iterdir()] == [site / "fairseq-0.12.2.dist-info"]
 
 
 def test_env_gives_root_and_run(run):

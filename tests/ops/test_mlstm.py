@@ -86,14 +86,6 @@ def test_float32_is_as_accurate_as_the_equations_in_float32():
         assert (ours <= 2 * loops + torch.finfo(torch.float32).eps).all(), (length, ours, loops)
 
 
-def test_small_gates_over_many_tokens_stay_accurate():
-    """Forget gates of a trained model keep almost all: errors of 4,000 logarithms must not add up."""
-    q, k, v, input_gate, forget_gate = tokens(1, 2, 4000, 8, 8)
-    given = [x.float() for x in (q, k, v, input_gate / 3 - 10, forget_gate / 3 + 6)]
-    truth, _ = loop(*(x.double() for x in given))
-    assert (mlstm_rule(*given)[0] - truth).norm() <= 1e-5 * truth.norm()
-
-
 def test_batch_threads_and_splits_change_no_bit():
     for shape in ((3, 2, 200, 16, 16), (2, 2, 150, 64, 64), (2, 1, 140, 256, 64), (2, 1, 150, 17, 33)):
         given, state = tokens(*shape, dtype=torch.float32), some_state(*shape[:2], *shape[3:], dtype=torch.float32)
@@ -111,23 +103,14 @@ def test_batch_threads_and_splits_change_no_bit():
         assert all(torch.equal(x, y) for other in found for x, y in zip(other, (out, *final), strict=True)), shape
 
 
-def test_token_by_token_differs_by_rounding():
-    given, state, outs = tokens(2, 2, 150, 16, 16, torch.float32, strong=1.0), None, []
-    for t in range(150):
-        out, state = mlstm_rule(*(x[:, :, t : t + 1] for x in given), state)
-        outs.append(out)
-    expected, final = mlstm_rule(*given)
-    torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_gates_may_have_any_size():
     """Padding, as of a layer, changes nothing; closed gates, and tokens far below e^-88, give no NaN."""
     q, k, v, input_gate, forget_gate = tokens(dtype=torch.float32)
     input_gate[:, :, 20:30], forget_gate[:, :, 20:30] = -torch.inf, torch.inf
     _, before = mlstm_rule(*(x[:, :, :20] for x in (q, k, v, input_gate, forget_gate)))
     _, after = mlstm_rule(*(x[:, :, :30] for x in (q, k, v, input_gate, forget_gate)))
-    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    _, same = mlstm_rule(*(x[:, :, :0] for x in (q, k, v, input_gate, forget_gate)), before)
+    assert all(torch.equal(x, y) for other in (after, same) for x, y in zip(before, other, strict=True))
     for closed in ((-torch.inf, 3.0), (-200.0, -200.0), (300.0, -torch.inf)):
         gates = [torch.full_like(input_gate, number) for number in closed]
         found = results(mlstm_rule, [q, k, v, *gates], None)
@@ -147,25 +130,11 @@ def test_half_precision_keeps_a_float32_state_and_shares_heads(dtype):
     assert (state.weights - final.weights).norm() <= 0.01 * final.weights.norm()
 
 
-def test_second_derivatives_by_the_reference():
-    given = [x.requires_grad_() for x in tokens(1, 1, 3, 2, 2)]
-    assert torch.autograd.gradgradcheck(lambda *x: mlstm_rule(*x, backend="reference")[0], given)
-
-
-def test_no_tokens_keep_the_state():
-    state = some_state()
-    out, after = mlstm_rule(*tokens(length=0), state)
-    assert out.shape == (2, 3, 0, 7) and all(torch.equal(x, y) for x, y in zip(state, after, strict=True))
-
-
 def test_refusals():
     q, k, v, i, f = tokens()
-    state = some_state()
     for given, said in (
         ((q, k, v, i[:, :, 1:], f), r"mlstm_rule: input_gate must have shape \(B, H, L\) = \(2, 3, 70\), got"),
-        ((q, k, v, i, f.float()), "mlstm_rule: forget_gate must have q's dtype"),
-        ((q, k, v, i, f, state._replace(normalizer=state.maximum)), r"state.normalizer must have shape \(B = 2"),
-        ((q, k, v, i, f, state._replace(maximum=state.normalizer)), r"state.maximum must have shape \(B = 2"),
+        ((q, k, v, i, f, some_state(keys=4)), r"mlstm_rule: state.weights must have shape \(B = 2"),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
             mlstm_rule(*given)

@@ -3,6 +3,7 @@
 import gzip
 import random
 import re
+import signal
 from argparse import Namespace
 from pathlib import Path
 
@@ -35,6 +36,22 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
         pairs.copy(out, [tmp_path / "b"], tokenized=True, max_words=3)
     pairs.copy(out, [tmp_path / "a"], pairs=5)
     assert Path(f"{out}.de").read_text().count("\n") == 5
+
+
+def handler(found):
+    return [(repr(signal.getsignal(signal.SIGTERM)),) * 2 for _ in found]
+
+
+def test_processes_that_tokenise_end_at_once(tmp_path, monkeypatch):
+    """SIGTERM ends them, whatever it does in the recipe: as an exception it can come too late for a waiting process."""
+    made_up.write_pairs(tmp_path / "a", 5)
+    monkeypatch.setattr(pairs, "tokenize", handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        pairs.copy(tmp_path / "out", [tmp_path / "a"], tokenized=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert {*(tmp_path / "out.en").read_text().splitlines()} == {repr(signal.SIG_DFL)}
 
 
 PACKED = gzip.compress(random.Random(0).randbytes(500).hex().encode() + b"\n")

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import re
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pool
@@ -42,7 +43,9 @@ def copy(
         found = read = read_pairs(prefixes)
         if tokenized:
             pieces = iter(lambda: list(itertools.islice(read, LINES_A_PIECE)), [])
-            found = itertools.chain.from_iterable(stack.enter_context(Pool()).imap(tokenize, pieces))
+            # A recipe makes SIGTERM an exception, which a process that begins to wait for a lock may never see.
+            pool = stack.enter_context(Pool(initializer=signal.signal, initargs=(signal.SIGTERM, signal.SIG_DFL)))
+            found = itertools.chain.from_iterable(pool.imap(tokenize, pieces))
         files = [stack.enter_context(open(f"{out}.{language}", "w", encoding="utf-8")) for language in LANGUAGES]
         for pair in found:
             lengths = [len(text.split()) for text in pair]
