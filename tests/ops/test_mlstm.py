@@ -111,9 +111,12 @@ def test_gates_may_have_any_size():
     _, after = mlstm_rule(*(x[:, :, :30] for x in (q, k, v, input_gate, forget_gate)))
     _, same = mlstm_rule(*(x[:, :, :0] for x in (q, k, v, input_gate, forget_gate)), before)
     assert all(torch.equal(x, y) for other in (after, same) for x, y in zip(before, other, strict=True))
+    first = torch.zeros(2, 70, dtype=torch.bool)
+    first[:, 35] = True
     for closed in ((-torch.inf, 3.0), (-200.0, -200.0), (300.0, -torch.inf)):
         gates = [torch.full_like(input_gate, number) for number in closed]
-        found = results(mlstm_rule, [q, k, v, *gates], None)
+        gates[0][:, :, :35] = 200  # of an earlier document
+        found = results(mlstm_rule, [q, k, v, *gates], None, first=first)
         assert all(x.isfinite().all() for x in found.values()), closed
 
 
