@@ -1,8 +1,8 @@
-"""Models of transformers on our operators: gated delta rule and Kimi Delta Attention train and decode on a CPU.
+"""Models of transformers on our operators: gated delta rule, Kimi Delta Attention and mLSTM train and decode on a CPU.
 
     from fairseq_fwp.interop.transformers import use_in_transformers
 
-    use_in_transformers()  # models of Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear, ... as before, but faster
+    use_in_transformers()  # models of Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear, xLSTM ... as before, but faster
 
 transformers has no kernels for a CPU. Its models name functions in PyTorch, with flash-linear-attention's arguments,
 and these are replaced; tensors on other devices still get transformers' own. Packed sequences (`cu_seq_lens_q`, as
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops import MlstmState, mlstm_rule
+from ..ops.arguments import state_dtype
 from . import fla
 
 Function = Callable[..., Any]
@@ -83,6 +85,66 @@ def _replace_all() -> None:
                 _replace(module, function, _ours(getattr(module, function)))
     for owner in (hub_kernels, integrations):  # for models that are imported later
         _replace(owner, DECORATOR, decorator)
+    _replace_xlstm()
+
+
+def _replace_xlstm() -> None:
+    """Replace the backend of xLSTM, and the sizes of its cache, which are not those of its layers."""
+    from transformers.models.xlstm import configuration_xlstm, modeling_xlstm
+
+    backend = getattr(modeling_xlstm, "xLSTMBackend", None)
+    if backend is None:  # the layers are those of the package xlstm, which has kernels of its own
+        return
+    _replace(backend, "forward", _xlstm_backend(backend.forward))
+    for name in ("qk", "v"):
+        _replace(configuration_xlstm.xLSTMConfig, f"{name}_head_dim", _head_dim(f"{name}_dim_factor"))
+
+
+def _head_dim(factor: str) -> property:
+    """Return the size of a head of xLSTM, as its layers have it."""
+
+    def size(cfg: Any) -> int:
+        return int(cfg.hidden_size * getattr(cfg, factor)) // int(cfg.num_heads)
+
+    return property(size)
+
+
+def _xlstm_backend(theirs: Function) -> Function:
+    """Return the backend's function, of tensors (B, H, L, ...) and gates (B, H, L), that calls ours on a CPU."""
+
+    @functools.wraps(theirs)
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        igate: Tensor,
+        fgate: Tensor,
+        c_initial: Tensor | None = None,
+        n_initial: Tensor | None = None,
+        m_initial: Tensor | None = None,
+        return_last_states: bool | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        if not _users or query.device.type != "cpu":
+            states = (c_initial, n_initial, m_initial)
+            return theirs(self, query, key, value, igate, fgate, *states, return_last_states, mode)
+        given = [x for x in (c_initial, n_initial, m_initial) if x is not None]
+        if len(given) not in (0, 3):
+            raise ValueError("c_initial, n_initial and m_initial must be given together, got only some")
+        if return_last_states is None:
+            return_last_states = self.config.return_last_states
+        return_last_states |= "inference" in (mode or self.config.mode)
+        before = None
+        if given:
+            # The model overwrites its cache, which a backward pass may still need.
+            C, n, m = (x.to(state_dtype(query.dtype), copy=torch.is_grad_enabled()) for x in given)
+            before = MlstmState(C, n, m.squeeze(-1))
+        query = query * query.shape[-1] ** -0.5
+        out, after = mlstm_rule(query, key, value, igate, fgate, before, epsilon=self.config.eps)
+        return (out, (after.weights, after.normalizer, after.maximum.unsqueeze(-1))) if return_last_states else out
+
+    return forward
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:

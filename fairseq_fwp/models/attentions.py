@@ -20,6 +20,7 @@ from fairseq_fwp.modules.attention import (
     DeltaRnn,
     FastWeightAttention,
     LinearAttention,
+    Mlstm,
     RecurrentDelta,
     RelativeAttention,
     SoftmaxAttention,
@@ -109,6 +110,15 @@ ATTENTIONS: dict[str, Kind[Heads]] = {
             "l2_normalization": "l2_normalization",
             "scale_read_out": "scale_read_out",
             "negative_eigenvalues": "negative_eigenvalues",
+            "backend": "fwp_backend",
+        },
+    ),
+    "mlstm": Kind(
+        Mlstm,
+        {
+            "key_dim": "decoder_key_dim",
+            "value_dim": "decoder_value_dim",
+            "norm_epsilon": "norm_epsilon",
             "backend": "fwp_backend",
         },
     ),

@@ -31,6 +31,7 @@ KDA = {**DELTA, "decoder_update_rule": "kda"}
 SOFTMAX = {"decoder_update_rule": attention.SOFTMAX}
 # Irie et al. 2021, arXiv 2106.06295: its language models have Schlag's sizes.
 DELTA_RNN = {"decoder_update_rule": "delta_rnn", "sum_normalization": True}
+MLSTM = {"decoder_update_rule": "mlstm"}
 RECURRENT_DELTA = {"decoder_update_rule": "recurrent_delta"}
 # m = d / 2 would give as many features as elu: Table 2.
 FAVOR = {"decoder_feature_map": "favor"}
@@ -53,6 +54,7 @@ PRESETS: dict[str, Settings] = {
     "kda_lm_wt103": {**KDA, **SMALL, **WT103},
     "kda_lm_wt103_medium": {**KDA, **MEDIUM, **WT103},
     "delta_rnn_lm_wt103": {**DELTA_RNN, **SMALL, **WT103},
+    "mlstm_lm_wt103": {**MLSTM, **SMALL, **WT103},
     "recurrent_delta_lm_wt103": {**RECURRENT_DELTA, **SMALL, **WT103},
     "gated_lm_wt103": {**GATED, **SMALL, **WT103},
     "decay_lm_wt103": {**DECAY, **SMALL, **WT103},
@@ -77,6 +79,8 @@ MODERN = {
 }  # fmt: skip
 # Peng et al. 2025, arXiv 2503.14456: the whole model.
 RWKV7 = {"decoder_update_rule": "time_mix", "channel_mix": True, "layernorm_embedding": True, **BLOCKS}
+# Beck et al. 2025, arXiv 2503.13427: the whole model, but for the cap of its logits.
+XLSTM = {**MLSTM, "rms_norm": True, "norm_epsilon": 1e-6, "swiglu": True, **BLOCKS}
 # DeltaNet (Yang et al. 2024, arXiv 2406.06484) does not gate its output. Gated DeltaNet (Yang et al. 2025, arXiv
 # 2412.06464) does by SiLU, and Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692) by a sigmoid of a head's rank.
 DELTA_NET = {**MODERN, "decoder_update_rule": "delta"}
@@ -112,6 +116,11 @@ MODERN_PRESETS: dict[str, Settings] = {
     "kda_lm_tiny": {**KIMI, **decoder(**TINY, attention_heads=2), "output_gate_rank": 64},
     "kda_lm_340m": {**KIMI, **decoder(**WIDE_340M, layers=24, attention_heads=8), "output_gate_rank": 128},
     "kda_lm_1.3b": {**KIMI, **decoder(**WIDE_1B, layers=24, attention_heads=16), "output_gate_rank": 128},
+    "xlstm_lm_tiny": {**XLSTM, **decoder(**TINY, attention_heads=2, key_dim=32)},
+    "xlstm_lm_7b": {
+        **XLSTM,
+        **decoder(embed_dim=4096, ffn_embed_dim=10944, layers=32, attention_heads=8, key_dim=256, value_dim=512),
+    },
     "rwkv7_lm_tiny": rwkv7(128, 4, low=32, value=32, gate=64),
     # The published sizes, under their names.
     "rwkv7_lm_0.1b": rwkv7(768, 12, low=64, value=32, gate=128),

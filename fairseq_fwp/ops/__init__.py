@@ -25,6 +25,7 @@ of every rule.
 
 from ..kernels import KernelStatus, kernel_status
 from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve
+from .mlstm import MlstmState, mlstm_rule
 from .rule import Rule, explain
 from .rules import (
     decay_rule,
@@ -45,6 +46,7 @@ __all__ = [
     "PER_TOKEN",
     "PER_VALUE",
     "KernelStatus",
+    "MlstmState",
     "Rule",
     "decay_rule",
     "delta_product_rule",
@@ -57,6 +59,7 @@ __all__ = [
     "gdn2_rule",
     "gla_rule",
     "kernel_status",
+    "mlstm_rule",
     "outer",
     "retrieve",
     "rwkv7_rule",

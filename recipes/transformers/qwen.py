@@ -1,10 +1,11 @@
-"""Train or time models of Qwen3.5's shape in transformers, with its own operators and with ours: see run.sh."""
+"""Train or time models of Qwen3.5's shape in transformers, or time xLSTM, with its operators and ours: see run.sh."""
 
 import argparse
 import re
 import sysconfig
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -140,8 +141,8 @@ def least(call, seconds):
     return (min(times[1:]) for times in found.values())
 
 
-def measure(seconds):
-    """Time a layer, a training step and a decoding step of the larger model."""
+def parts_of_qwen():
+    """Return what is timed of the larger model, by name and tokens: a layer, a training step and a decoding step."""
     model = build(LARGE, layer_types=["linear_attention", "linear_attention"])
     layer, calls = model.model.layers[0].linear_attn, {}
     for length in (512, 2048):
@@ -155,24 +156,70 @@ def measure(seconds):
         def both(hidden=hidden):
             layer(hidden).square().mean().backward()
 
-        def step(tokens=tokens):
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-
         calls |= {("layer, forward", length): forward, ("layer, forward + backward", length): both}
-        calls |= {("training step, 2 layers", length): step}
+        calls |= {("training step, 2 layers", length): partial(step, model, tokens)}
     hybrid = build(LARGE, layer_types=["linear_attention", "full_attention"])
+    return calls | {("decoding step, a layer of each kind", 1): decoding(hybrid)}
+
+
+def parts_of_xlstm():
+    """Return the same of xLSTM: its operator with the heads of xLSTM-7B, and two layers of width 1,024."""
+    torch.manual_seed(1)
+    heads, keys, values = 8, 256, 512
+    config = transformers.xLSTMConfig(vocab_size=BYTES, hidden_size=1024, num_hidden_layers=2, num_heads=4)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    operator = model.backbone.blocks[0].mlstm_layer.mlstm_backend
+
+    def tensors(length):  # gates as of a trained model: most memories are kept, and new maxima occur
+        q, k = torch.randn(2, 1, heads, length, keys)
+        i, f = torch.randn(2, 1, heads, length)
+        return q, k, torch.randn(1, heads, length, values), 3 * i - 3, f + 4
+
+    given, token = tensors(512), tensors(1)
+    leaves = [x.requires_grad_() for x in tensors(512)]
+    state = torch.randn(1, heads, keys, values), torch.randn(1, heads, keys), torch.zeros(1, heads, 1)
+
+    def forward():
+        with torch.no_grad():
+            operator(*given)
+
+    def both():
+        operator(*leaves)[0].square().mean().backward()
+
+    def one():
+        with torch.no_grad():
+            operator(*token, *state)
+
+    calls = {("operator of xLSTM-7B, forward", 512): forward, ("operator of xLSTM-7B, forward + backward", 512): both}
+    calls["operator of xLSTM-7B, one token", 1] = one
+    calls["training step, 2 layers", 512] = partial(step, model, torch.randint(BYTES, (1, 512)))
+    return calls | {("decoding step, 2 layers", 1): decoding(model)}
+
+
+def step(model, tokens):
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+
+
+def decoding(model):
+    """Return a call that reads one more token after 16."""
     with torch.no_grad():
-        cache = hybrid(input_ids=torch.randint(BYTES, (1, 16)), use_cache=True).cache
+        cache = model(input_ids=torch.randint(BYTES, (1, 16)), use_cache=True).cache
 
     def decode():
         with torch.no_grad():
-            hybrid(input_ids=torch.zeros(1, 1, dtype=torch.int64), cache=cache, use_cache=True)
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64), cache=cache, use_cache=True)
 
-    calls["decoding step, a layer of each kind", 1] = decode
+    return decode
+
+
+PARTS = {"qwen": parts_of_qwen, "xlstm": parts_of_xlstm}
+
+
+def measure(seconds, parts):
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{torch.get_num_threads()} threads, float32, {versions}, {torch.backends.cpu.get_cpu_capability()}\n")
     print("| what | tokens | transformers, ms | fairseq_fwp, ms | ratio |\n| --- | --- | --- | --- | --- |")
-    for (what, length), call in calls.items():
+    for (what, length), call in parts().items():
         theirs, ours = least(call, seconds)
         print(f"| {what} | {length:,} | {theirs:.1f} | {ours:.1f} | {theirs / ours:.2f} |", flush=True)
 
@@ -183,7 +230,9 @@ def main():
     parser.add_argument("--threads", type=int, default=2, help="(default 2)")
     parser.add_argument("--lora", action="store_true", help="train only adapters")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where PyTorch's autocast does")
-    parser.add_argument("--measure", action="store_true", help="time a larger model instead")
+    parser.add_argument(
+        "--measure", nargs="?", const="qwen", choices=PARTS, help="time a larger model instead, of qwen or xlstm"
+    )
     parser.add_argument("--seconds", type=float, default=5, help="of each measurement (default 5)")
     given = parser.parse_args()
     if given.measure and (given.lora or given.bf16):
@@ -192,7 +241,7 @@ def main():
         parser.error("--steps must be at least 2, --threads at least 1, and --seconds above 0")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(given.threads)
-    measure(given.seconds) if given.measure else compare(given.steps, given.lora, given.bf16)
+    measure(given.seconds, PARTS[given.measure]) if given.measure else compare(given.steps, given.lora, given.bf16)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from support.pairwise import looped
 from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.memory import Memory
 
-PACKING = FAST_WEIGHTS + list(MODERN) + [("delta_rnn",), ("recurrent_delta",), ("time_mix",)]
+PACKING = FAST_WEIGHTS + list(MODERN) + [(name,) for name in ("delta_rnn", "mlstm", "recurrent_delta", "time_mix")]
 HALF_ERROR = 0.02
 every_attention = looped("kind", KINDS)
 

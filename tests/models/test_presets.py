@@ -16,7 +16,7 @@ from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 # Words of the corpus, or of the published model; fairseq's dictionary has a few more symbols.
-WORDS = {"wt103": 267_735, "enwik8": 204, "rwkv7": 65_536}
+WORDS = {"wt103": 267_735, "enwik8": 204, "rwkv7": 65_536, "xlstm": 50_304}
 dictionary = functools.cache(make_dictionary)
 
 
@@ -36,6 +36,7 @@ SCHLAG = {
     "softmax": (44_018_394, 89_833_434), "sum": (44_018_394, 89_833_434), "delta": (44_034_778, 89_866_202),
     "gated": (44_034_778,), "decay": (44_546_778,), "delta_rnn": (44_575_450,), "gla": (44_085_978,),
     "gated_delta": (44_051_418, 89_899_226), "kda": (44_102_490, 90_132_570), "recurrent_delta": (44_135_130,),
+    "mlstm": (44_315_610,),
 }  # fmt: skip
 SHAW, POSITIONS = {"decoder_positions": "shaw", "clamp_len": 255}, {"mem_len": 0, "decoder_positions": "absolute"}
 LAYERWISE = {"mem_len": 0, "decoder_positions": "layerwise", "tokens_per_sample": 128}
@@ -67,6 +68,7 @@ PUBLISHED = [
     ("gated_deltanet_lm_1.3b", {}, 1_387_348_732, 1.4e9, 0.1e9),
     ("kda_lm_340m", {}, 386_994_368, 3.8e8, 0.2e8),
     ("kda_lm_1.3b", {}, 1_390_941_568, 1.4e9, 0.1e9),
+    ("xlstm_lm_7b", {}, 6_865_424_896, 6_865_424_896, 1),  # Beck et al. 2025, as counted in transformers
     ("rwkv7_lm_0.1b", {}, 191_034_624, 191_034_624, 1),  # Peng et al. 2025, Table 2
     ("rwkv7_lm_0.4b", {}, 450_767_872, 450_767_872, 1),
     ("rwkv7_lm_1.5b", {}, 1_527_404_544, 1_527_404_544, 1),
@@ -115,9 +117,10 @@ def test_transformer_xl_has_the_published_settings(arch):
 def test_names_follow_the_grammar_and_belong_to_the_model():
     rules, maps = "|".join(UPDATE_RULES), "|".join(FEATURE_MAPS)
     for arch in PRESETS:
-        assert re.fullmatch(rf"(softmax|delta_rnn|recurrent_delta|({rules})(_({maps}))?)_lm_[a-z0-9]+(_[a-z]+)?", arch)
+        rule = rf"softmax|delta_rnn|recurrent_delta|mlstm|({rules})(_({maps}))?"
+        assert re.fullmatch(rf"({rule})_lm_[a-z0-9]+(_[a-z]+)?", arch)
         assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
-    tiny = {f"{name}_lm_tiny" for name in ("delta_net", "gated_deltanet", "kda", "rwkv7")}
+    tiny = {f"{name}_lm_tiny" for name in ("delta_net", "gated_deltanet", "kda", "rwkv7", "xlstm")}
     assert tiny | {arch for arch, *_ in PUBLISHED} == {*PRESETS, *XL_PRESETS, *MODERN_PRESETS}
 
 

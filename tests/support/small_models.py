@@ -21,6 +21,7 @@ from fairseq_fwp.fast_weight_layer.layer import PACE
 from fairseq_fwp.models.presets import PRESETS
 from fairseq_fwp.modules.attention import FastWeightState
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.ops import MlstmState
 from fairseq_fwp.synthetic.model import RETRIEVAL_PRESETS, FwpAssociativeRetrieval, FwpAssociativeRetrievalConfig
 
 SMALL = {"decoder_layers": 2, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4}
@@ -47,6 +48,7 @@ LANGUAGE_MODELS = {
     "Gated DeltaNet": ("gated_deltanet_lm_tiny", {**HEADS, "decoder_key_dim": 8, "decoder_value_dim": 16}),
     "KDA": ("kda_lm_tiny", {"decoder_attention_heads": 2, "output_gate_rank": 8, "decay_lower_bound": -5.0}),
     "RWKV-7": ("rwkv7_lm_tiny", {"decoder_layers": 3, "decoder_attention_heads": 2}),
+    "xLSTM": ("xlstm_lm_tiny", WIDE),
     "local": ("softmax_lm_wt103", {"attention_window": 3}),
     "clusters": ("delta_lm_wt103", {"adaptive_softmax_cutoff": "10,30", "no_token_positional_embeddings": True}),
     "clusters of softmax": ("softmax_lm_wt103", {"adaptive_softmax_cutoff": "10,30", "decoder_normalize_before": True}),
@@ -151,7 +153,7 @@ def numbers_in(state):
     """Return the numbers in a tree of tensors, as the paper counts those of a state: without z and masks."""
     if isinstance(state, torch.Tensor):
         return state.numel() if state.is_floating_point() else 0
-    if isinstance(state, FastWeightState):
+    if isinstance(state, FastWeightState | MlstmState):
         state = state._replace(normalizer=None)
     values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
     return sum(map(numbers_in, values))

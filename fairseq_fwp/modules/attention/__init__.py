@@ -7,6 +7,7 @@ from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
 from fairseq_fwp.modules.attention.linear import LinearAttention
 from fairseq_fwp.modules.attention.memory import FastWeightState
+from fairseq_fwp.modules.attention.mlstm import Mlstm
 from fairseq_fwp.modules.attention.recurrent_delta import RecurrentDelta
 from fairseq_fwp.modules.attention.relative import RelativeAttention, SegmentMemory
 from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
@@ -22,6 +23,7 @@ __all__ = [
     "FastWeightState",
     "KeyValueCache",
     "LinearAttention",
+    "Mlstm",
     "RecurrentDelta",
     "RelativeAttention",
     "SegmentMemory",
