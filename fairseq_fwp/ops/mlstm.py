@@ -14,8 +14,6 @@ from .rules import gla_rule
 
 # Tokens that are scanned side by side: splits at its multiples give the same bits, as those of the kernels.
 CHUNK = 64
-# Of -m: its exponential, a divisor, then stays finite in float32.
-LARGEST_LOGARITHM = 80.0
 
 
 class MlstmState(NamedTuple):
@@ -77,7 +75,7 @@ def mlstm_rule(
         expect_shape("mlstm_rule: state.normalizer", state.normalizer, **sizes)
         expect_shape("mlstm_rule: state.maximum", state.maximum, B=batch, H=heads)
         weights, normalizer, start = state.weights, state.normalizer.unsqueeze(3), state.maximum.to(wide)
-    # In float64: errors of logarithms add up over tokens. There are few of these numbers.
+    # In float64, where exp(-m) is finite too: errors of logarithms add up over tokens. There are few of these numbers.
     log_forget, log_input = F.logsigmoid(forget_gate.double()), input_gate.double()
     maximum = scan_maximum(log_forget, log_input, start, first)
     before = maximum[:, :, :-1] if first is None else maximum[:, :, :-1].masked_fill(first.unsqueeze(1), 0)
@@ -87,7 +85,7 @@ def mlstm_rule(
     ones = v.new_ones(()).expand(*v.shape[:3], 1)
     out, weights = gla_rule(queries, keys, v, decay, weights, first=first, backend=backend)
     sums, normalizer = gla_rule(queries, keys, ones, decay, normalizer, first=first, backend=backend)
-    least = (-after).clamp(max=LARGEST_LOGARITHM).exp().to(wide).unsqueeze(3)
+    least = (-after).exp().to(wide).unsqueeze(3)
     out = (out / (torch.maximum(sums.abs(), least) + epsilon)).to(v.dtype)
     return out, MlstmState(weights, normalizer.squeeze(3), maximum[:, :, -1].to(wide))
 

@@ -91,6 +91,7 @@ def test_modes_of_training_take_any_length_and_states_come_together():
     backend, x = model.backbone.blocks[0].mlstm_layer.mlstm_backend, torch.randn(1, 4, 16, 8)
     with use_in_transformers():
         torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+        model(input_ids=tokens, labels=tokens, use_cache=True).loss.backward()  # the model overwrites its cache
         assert torch.is_tensor(backend(x, x, x, x[..., 0], x[..., 0], return_last_states=False))
         with pytest.raises(ValueError, match="n_initial and m_initial must be given together, got only some"):
             backend(x, x, x, x[..., 0], x[..., 0], x[:, :, :8])
