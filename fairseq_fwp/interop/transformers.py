@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -92,18 +92,34 @@ def _replace_xlstm() -> None:
     """Replace the backend of xLSTM, and the sizes of its cache, which are not those of its layers."""
     from transformers.models.xlstm import configuration_xlstm, modeling_xlstm
 
-    backend = getattr(modeling_xlstm, "xLSTMBackend", None)
-    if backend is None:  # the layers are those of the package xlstm, which has kernels of its own
+    if "xLSTMBackend" not in vars(modeling_xlstm):  # the layers are those of the package xlstm, with its own kernels
         return
+    backend = modeling_xlstm.xLSTMBackend
     _replace(backend, "forward", _xlstm_backend(backend.forward))
     for name in ("qk", "v"):
         _replace(configuration_xlstm.xLSTMConfig, f"{name}_head_dim", _head_dim(f"{name}_dim_factor"))
 
 
+class XlstmConfig(Protocol):
+    """What is read of the configuration of xLSTM in transformers."""
+
+    hidden_size: int
+    num_heads: int
+    return_last_states: bool
+    mode: str
+    eps: float
+
+
+class XlstmBackend(Protocol):
+    """The backend of xLSTM in transformers."""
+
+    config: XlstmConfig
+
+
 def _head_dim(factor: str) -> property:
     """Return the size of a head of xLSTM, as its layers have it."""
 
-    def size(cfg: Any) -> int:
+    def size(cfg: XlstmConfig) -> int:
         return int(cfg.hidden_size * getattr(cfg, factor)) // int(cfg.num_heads)
 
     return property(size)
@@ -114,7 +130,7 @@ def _xlstm_backend(theirs: Function) -> Function:
 
     @functools.wraps(theirs)
     def forward(
-        self: Any,
+        self: XlstmBackend,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -125,7 +141,7 @@ def _xlstm_backend(theirs: Function) -> Function:
         m_initial: Tensor | None = None,
         return_last_states: bool | None = None,
         mode: str | None = None,
-    ) -> Any:
+    ) -> object:
         if not _users or query.device.type != "cpu":
             states = (c_initial, n_initial, m_initial)
             return theirs(self, query, key, value, igate, fgate, *states, return_last_states, mode)
