@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Start here. Sets everything up, then trains three small language models of one size: with the delta rule, the sum rule and
 # softmax. It compares them on files that they have not seen, in a table and a picture, and lets the first one write three
-# texts. From nothing this is eleven minutes of CPU time, of which the models take four.
+# texts. From nothing this is eight minutes on 2 cores, eleven of CPU time, of which the models take four.
 # The text is the source code of Python's standard library. Only packages are downloaded.
 # --models delta trains only that one; --models long trains longer. --data FOLDER contains your own train.txt, valid.txt and
 # test.txt (or .txt.gz).
