@@ -78,7 +78,7 @@ class DeltaRnn(Attention[DeltaRnnState]):
         """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
         before = None if state is None else FastWeightState(state.weights)
         q, k, v, gates, _ = self.feedforward.prepare(x, key_padding_mask=key_padding_mask)
-        read, weights = self.feedforward.memory.read(q, k, v, gates, before, first)
+        read, memory = self.feedforward.memory.read(q, k, v, gates, before, first)
         out, *after = recurrent_delta(
             self._project(x),
             z=read.to(x.dtype).transpose(1, 2),
@@ -89,7 +89,7 @@ class DeltaRnn(Attention[DeltaRnnState]):
             backend=self.backend,
         )
         y = (out * self.feedforward.read_out.scale).flatten(2).to(x.dtype)
-        return self.out_proj(y), DeltaRnnState(weights.weights, *after)
+        return self.out_proj(y), DeltaRnnState(memory.weights, *after)
 
     def _project(self, x: Tensor) -> Tensor:
         """Return for each head of R (B, L, H, 3 d + 1): zeros for the query, key, value and rate, before softmax."""
