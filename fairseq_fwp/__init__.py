@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from fairseq_fwp.registration import register_with_fairseq
 
 if TYPE_CHECKING:
-    from fairseq_fwp.pretrained import PretrainedModel
+    from fairseq_fwp.checkpoints.pretrained import PretrainedModel
 
 register_with_fairseq()
 
 __version__ = "0.1.0"
-__all__ = ["distillation", "load", "models", "modules", "ops", "synthetic", "tasks"]
+__all__ = ["distillation", "load", "models", "modules", "ops", "tasks"]
 
 
 def load(
@@ -37,10 +37,10 @@ def load(
     that is not known.
     """
     if source == "fwp-lm" and not options:
-        from fairseq_fwp import pretrained
+        from fairseq_fwp.checkpoints import pretrained
 
         return pretrained.load(path, dictionary)
-    from fairseq_fwp import convert
+    from fairseq_fwp.checkpoints import convert
 
     return convert.load(path, dictionary, source, options)
 

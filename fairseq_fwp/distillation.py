@@ -29,12 +29,12 @@ from fairseq.tasks import FairseqTask
 from omegaconf import II
 from torch import Tensor, nn
 
-from fairseq_fwp.decoding import Sample
+from fairseq_fwp.checkpoints.pretrained.checkpoint import read
 from fairseq_fwp.evaluation.scoring import kl_divergence
+from fairseq_fwp.modules.decoding import Sample
 from fairseq_fwp.modules.feature_maps import resample
 from fairseq_fwp.ops.arguments import at_least_float32
-from fairseq_fwp.options import Settings, option, setting, word
-from fairseq_fwp.pretrained.checkpoint import read
+from fairseq_fwp.patches.options import Settings, option, setting, word
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
 CARRIED = "--carry-state must be left out with fwp_distillation: the teacher does not carry a state"

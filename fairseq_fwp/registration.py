@@ -25,8 +25,10 @@ def _register() -> None:
 
     patches.apply()
     # Only here: they import more of fairseq, which must be patched first.
-    from fairseq_fwp import distillation, former_states, models, synthetic, tasks  # noqa: F401
-    from fairseq_fwp.fast_weight_layer import model  # noqa: F401
+    from fairseq_fwp import distillation, models, tasks  # noqa: F401
+    from fairseq_fwp.checkpoints import former_states  # noqa: F401
+    from fairseq_fwp.models.fast_weight_layer import model  # noqa: F401
+    from fairseq_fwp.tasks import synthetic  # noqa: F401
 
 
 class _AfterFairseq(MetaPathFinder):

@@ -187,7 +187,7 @@ install() {
 
 # Meanwhile, on another core, as pip builds fairseq on one. If it fails, the first call of an operator says why.
 compile_kernels() {
-  local build='import sys; sys.path.insert(0, sys.argv[1]); from fairseq_fwp.kernels import load_kernels; load_kernels("cpu")'
+  local build='import sys; sys.path.insert(0, sys.argv[1]); from fairseq_fwp.ops.kernels import load_kernels; load_kernels("cpu")'
   "$python" -I -W ignore -c "$build" "$root" >/dev/null 2>&1 9>&- || true
 }
 

@@ -18,7 +18,7 @@ lint() {
 
 kind=${1:-}
 # The kernels and their emulator are compiled beside mypy, which has one thread, and the first tests: those of the emulator wait.
-build='from fairseq_fwp.kernels import load_kernels; load_kernels("cpu"); from cuda_binding import build_all; build_all()'
+build='from fairseq_fwp.ops.kernels import load_kernels; load_kernels("cpu"); from cuda_binding import build_all; build_all()'
 [[ $kind == lint ]] || PYTHONPATH=tests:tests/emulator python -c "$build" &
 lint
 case $kind in

@@ -7,11 +7,11 @@ import pytest
 import torch
 from support.small_models import build_model
 
-from fairseq_fwp.decoding import State, StreamingDecoder, streaming
-from fairseq_fwp.fast_weight_layer.model import FwlDecoder, FwlXlDecoder
 from fairseq_fwp.models.decoder import DecoderState
+from fairseq_fwp.models.fast_weight_layer.model import FwlDecoder, FwlXlDecoder
 from fairseq_fwp.models.fwp_lm import FwpDecoder
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder
+from fairseq_fwp.modules.decoding import State, StreamingDecoder, streaming
 
 
 def arguments(kind, name):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from convert.conftest import WORDS, read_vector
+from checkpoints.convert.conftest import WORDS, read_vector
 from fairseq import options
 from support import jobs
 from support.command_server import run

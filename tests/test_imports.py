@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from fairseq_fwp.cli import eval_lm
-from fairseq_fwp.decoding import STARTS
 from fairseq_fwp.evaluation.dynamic import KINDS
+from fairseq_fwp.modules.decoding import STARTS
 
 COMPILER = ("torch._dynamo", "torch._inductor", "sympy")
 COMMANDS = {

@@ -10,51 +10,53 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 CONFIG = {"fairseq", "numpy", "omegaconf", "torch"}
-BASE = CONFIG | {"fairseq_fwp.checks", "fairseq_fwp.options"}
 PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "onnxruntime", "sacrebleu", "safetensors", "tqdm", "yaml"}
-HARNESS = {"lm_eval", "tokenizers"}
-OURS = ("decoding", "distillation", "models", "modules", "ops", "synthetic", "tasks")
-ABOVE = {f"fairseq_fwp.{room}" for room in OURS}
 
-# What each room of the package may import besides itself and the standard library. Imports never point backwards.
-ROOMS = {
-    "__init__": {"fairseq_fwp"},
-    "registration": {"fairseq_fwp"},
-    "checks": set(),
-    "options": {"omegaconf"},
-    "outputs": set(),
-    "patches": CONFIG | {"bitarray", "fairseq_cli", "subword_nmt", "fairseq_fwp.options", "fairseq_fwp.outputs"},
-    "kernels": {"torch", "fairseq_fwp.outputs"},
-    "ops": {"torch", "fairseq_fwp.kernels"},
-    "interop": {"torch", "transformers", "fairseq_fwp.ops"},
-    "interop.harness": CONFIG | HARNESS | {"fairseq_fwp"},
-    "testing": {"torch", "fairseq_fwp.ops"},
-    "modules": {"torch", "fairseq_fwp.checks", "fairseq_fwp.ops"},
-    "decoding": {"torch", "fairseq_fwp.modules"},
-    "models": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.modules", "fairseq_fwp.ops"},
-    "fast_weight_layer": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
-    "former_states": {"torch"} | {f"fairseq_fwp.{room}" for room in ("fast_weight_layer", "models", "modules")},
-    # Of a model they only use what `decoding` names.
-    "evaluation": {"torch", "fairseq_fwp.decoding", "fairseq_fwp.modules.onednn"},
-    "tasks": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.patches"},
-    "distillation": BASE
-    | {f"fairseq_fwp.{room}" for room in ("decoding", "evaluation", "modules", "ops", "pretrained")},
-    "pretrained": BASE | {f"fairseq_fwp.{room}" for room in ("decoding", "models", "ops", "patches")} | {"safetensors"},
-    "synthetic": BASE | {"fairseq_fwp.decoding", "fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
-    "convert": BASE
-    | PEOPLE
-    | ABOVE
-    | {f"fairseq_fwp.{room}" for room in ("evaluation", "outputs", "patches", "pretrained")},
-    "linearize": BASE | ABOVE | {"fairseq_fwp.convert", "fairseq_fwp.evaluation", "fairseq_fwp.pretrained"},
-    "export": BASE | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.ops"},
-    "cli": PEOPLE | HARNESS | {"fairseq_fwp"},
+
+def ours(*rooms: str) -> set[str]:
+    return {f"fairseq_fwp.{room}" for room in rooms}
+
+
+# What each room may import besides itself and the standard library, storey by storey from the ground. A room within
+# another has its own row where it may import less, or more. Imports never point to a storey above.
+ROOMS_OF_STOREYS = {
+    "torch only": {
+        "outputs": set(),
+        "ops": {"torch"},
+        "ops.checks": set(),
+        "ops.kernels": {"torch"} | ours("outputs"),
+        "modules": {"torch"} | ours("ops"),
+        "interop": {"torch", "transformers"} | ours("ops"),
+        # Of a model it only uses what `decoding` names, as tasks do.
+        "evaluation": {"torch"} | ours("modules.decoding", "modules.onednn"),
+        "testing": {"torch"} | ours("ops"),
+    },
+    "fairseq repaired": {
+        "patches": CONFIG | {"bitarray", "fairseq_cli", "subword_nmt"} | ours("outputs"),
+        "patches.options": {"omegaconf"},
+    },
+    "models and tools": {
+        "models": CONFIG | ours("modules", "ops", "patches.options"),
+        "tasks": CONFIG | ours("modules.decoding", "ops.checks", "patches"),
+        "tasks.synthetic": CONFIG | ours("models", "modules", "ops", "patches.options"),
+        "checkpoints": PEOPLE | ours("evaluation", "models", "modules", "ops", "outputs", "patches", "tasks"),
+        "checkpoints.pretrained": CONFIG | {"safetensors"} | ours("models", "modules", "ops", "patches"),
+        "checkpoints.export": CONFIG | ours("models", "modules", "ops", "patches.options"),
+        "checkpoints.former_states": {"torch"} | ours("models", "modules"),
+        "distillation": CONFIG | ours("checkpoints.pretrained", "evaluation", "modules", "ops", "patches.options"),
+        "cli": PEOPLE | {"fairseq_fwp", "lm_eval", "tokenizers"},
+        "registration": {"fairseq_fwp"},
+        "__init__": {"fairseq_fwp"},
+    },
 }
+STOREYS = list(ROOMS_OF_STOREYS)
+ROOMS = {room: allowed for rooms in ROOMS_OF_STOREYS.values() for room, allowed in rooms.items()}
 
 # Recipes are numbers and shell: their scripts call the commands. Benchmarks time what lies below them,
 # and a plug-in adds to its tables.
-RECIPES = {"fairseq_fwp.cli", "fairseq_fwp.interop"}
-PLUGIN = {"fairseq_fwp.ops", "fairseq_fwp.modules", "fairseq_fwp.linearize"}
-BENCHMARKS = RECIPES | {f"fairseq_fwp.{room}" for room in ("kernels", "ops", "modules", "models", "evaluation")}
+RECIPES = ours("cli", "interop")
+PLUGIN = ours("ops", "modules", "checkpoints.linearize")
+BENCHMARKS = RECIPES | ours("ops", "modules", "models", "evaluation")
 
 
 def imports(file: Path, root: Path) -> Iterator[tuple[int, str]]:
@@ -77,6 +79,11 @@ def lies_in(name: str, packages: set[str]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
+def room_of(name: str) -> str | None:
+    """The innermost room of a module, which is named without the package's name."""
+    return max((room for room in ROOMS if lies_in(name, {room})), key=len, default=None)
+
+
 def faults(root: Path) -> list[str]:
     """Every import under root that the tables above forbid."""
     found = []
@@ -87,9 +94,8 @@ def faults(root: Path) -> list[str]:
                 found.append(f"{file.relative_to(root)}:{line} imports {name}")
 
     for file in sorted(root.glob("fairseq_fwp/**/*.py")):
-        inside = ".".join(file.relative_to(root).with_suffix("").parts[1:])
-        room = inside if inside in ROOMS else inside.split(".")[0]
-        if room not in ROOMS:
+        room = room_of(".".join(file.relative_to(root).with_suffix("").parts[1:]))
+        if room is None:
             found.append(f"{file.relative_to(root)} lies in no room of the table")
             continue
         allowed = ROOMS[room] | {f"fairseq_fwp.{room}"}
@@ -115,6 +121,13 @@ def test_no_circle_of_imports():
         parents = [next((x for x in (name, name.rpartition(".")[0]) if x in known), module) for name in names]
         graph[module] = {parent for parent in parents if parent != module}
     TopologicalSorter(graph).prepare()  # raises an error with the circle
+
+
+def test_storeys_import_downwards():
+    storey = {room: STOREYS.index(name) for name, rooms in ROOMS_OF_STOREYS.items() for room in rooms}
+    for room, allowed in ROOMS.items():
+        below = [room_of(name.removeprefix("fairseq_fwp.")) for name in allowed if name.startswith("fairseq_fwp.")]
+        assert all(storey[each] <= storey[room] for each in below), room
 
 
 def test_the_page_names_every_room():

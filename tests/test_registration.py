@@ -27,7 +27,7 @@ FIRST = [
     "import fairseq, fairseq_fwp",
     "import fairseq_fwp; assert fairseq_fwp.tasks.streams",
     "import fairseq_fwp.models.presets",
-    "import fairseq_fwp.synthetic.memory",
+    "import fairseq_fwp.tasks.synthetic.memory",
     "import argparse, fairseq_fwp.ops; from fairseq.utils import import_user_module; "
     "import_user_module(argparse.Namespace(user_dir=fairseq_fwp.__path__[0]))",
 ]

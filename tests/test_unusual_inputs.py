@@ -26,7 +26,7 @@ from support.subjects import (
     sample_inputs,
 )
 
-from fairseq_fwp.convert.checkpoint import configure
+from fairseq_fwp.checkpoints.convert.checkpoint import configure
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import FastWeightAttention
 from fairseq_fwp.modules.attention.base import check_heads

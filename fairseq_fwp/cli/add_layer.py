@@ -3,7 +3,7 @@
     fwp-add-layer data-bin/corpus --path checkpoint_best.pt --out start.pt
     fairseq-train data-bin/corpus --arch fwp_fwl_lm --fwl-map-inputs --finetune-from-model start.pt ...
 
-The layer is the identity, in a basis where its gradient steps are those of K-FAC (see fairseq_fwp/fast_weight_layer).
+The layer is the identity, in a basis where its gradient steps are those of K-FAC (see models/fast_weight_layer).
 The basis comes from features and gradients of the training text, which is read as in training. Without this command
 --finetune-from-model starts with the identity too, but in the basis of the features.
 """
@@ -22,11 +22,11 @@ def run(args: Namespace) -> None:
     import torch
     from omegaconf import OmegaConf
 
+    from fairseq_fwp.checkpoints.pretrained import read
     from fairseq_fwp.cli import loading
-    from fairseq_fwp.fast_weight_layer.initialization import read_moments
-    from fairseq_fwp.fast_weight_layer.model import add_layer
-    from fairseq_fwp.options import setting
-    from fairseq_fwp.pretrained import read
+    from fairseq_fwp.models.fast_weight_layer.initialization import read_moments
+    from fairseq_fwp.models.fast_weight_layer.model import add_layer
+    from fairseq_fwp.patches.options import setting
 
     if args.out.exists():
         raise ValueError(f"--out must be a new file, got {args.out}, which exists: give another name, or remove it")

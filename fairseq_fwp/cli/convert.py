@@ -35,15 +35,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fairseq_fwp  # noqa: F401  (registers the models)
+from fairseq_fwp.checkpoints.convert import SOURCES, TARGETS
+from fairseq_fwp.checkpoints.convert.checkpoint import check
+from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options
+from fairseq_fwp.checkpoints.linearize import linearize
+from fairseq_fwp.checkpoints.pretrained.dictionary import DICTIONARY
+from fairseq_fwp.checkpoints.pretrained.folder import CONFIG, WEIGHTS
 from fairseq_fwp.cli import make_parser, one_sentence, start_logging
 from fairseq_fwp.cli.linearize import add_attention_flags, import_named_plugin, read_attention
 from fairseq_fwp.cli.linearize import report as report_checkpoint
-from fairseq_fwp.convert import SOURCES, TARGETS
-from fairseq_fwp.convert.checkpoint import check
-from fairseq_fwp.convert.conversion import Conversion, Options
-from fairseq_fwp.linearize import linearize
-from fairseq_fwp.pretrained.dictionary import DICTIONARY
-from fairseq_fwp.pretrained.folder import CONFIG, WEIGHTS
 
 OPTIONS = {name: option for source in SOURCES.values() for name, option in source.options.items()}
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from fairseq_fwp.evaluation import Protocol, Scores
     from fairseq_fwp.evaluation.windows import Window
-    from fairseq_fwp.options import Settings
+    from fairseq_fwp.patches.options import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def read_protocol(args: Namespace, model: "FairseqLanguageModel", task: "Fairseq
     """The protocol that the arguments name; ValueError where the model, or the task's settings, cannot follow it."""
     from fairseq_fwp.evaluation import DynamicRule, Protocol
     from fairseq_fwp.models.attention_options import flag
-    from fairseq_fwp.options import setting
+    from fairseq_fwp.patches.options import setting
 
     limit = model.max_positions()
     window = args.tokens_per_sample or min(setting(task, "tokens_per_sample", None) or limit, limit)
@@ -138,12 +138,12 @@ def run(args: Namespace) -> None:
     import torch
     from fairseq.logging.progress_bar import progress_bar
 
+    from fairseq_fwp.checkpoints.pretrained import read
     from fairseq_fwp.cli import loading
     from fairseq_fwp.evaluation import evaluate
     from fairseq_fwp.models.decoder import LanguageModelDecoder
     from fairseq_fwp.modules.attention.memory import Memory
-    from fairseq_fwp.options import setting, word
-    from fairseq_fwp.pretrained import read
+    from fairseq_fwp.patches.options import setting, word
     from fairseq_fwp.tasks.streams import FAR, trained_age
 
     loading.import_plugin(args.user_dir)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fairseq.tasks import FairseqTask
     from torch import Tensor
 
-    from fairseq_fwp.export.onnx import Entry
+    from fairseq_fwp.checkpoints.export.onnx import Entry
     from fairseq_fwp.models.fwp_lm import FwpLanguageModel
     from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 
@@ -38,11 +38,11 @@ PIECE = 64  # tokens that a program should pass in one call, as the result has a
 
 def run(args: Namespace) -> None:
     """Export as the arguments say, and print what was written."""
-    from fairseq_fwp.convert.checkpoint import new_folder
-    from fairseq_fwp.decoding import Beginning
-    from fairseq_fwp.export.onnx import OPSET, Entry, to_onnx, translation_to_onnx
+    from fairseq_fwp.checkpoints.convert.checkpoint import new_folder
+    from fairseq_fwp.checkpoints.export.onnx import OPSET, Entry, to_onnx, translation_to_onnx
     from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
-    from fairseq_fwp.options import setting
+    from fairseq_fwp.modules.decoding import Beginning
+    from fairseq_fwp.patches.options import setting
 
     if args.out.exists():
         raise ValueError(f"--out must be a new folder, got {args.out}, which exists: give another name, or remove it")
@@ -103,10 +103,10 @@ def load(path: str, data: str) -> "tuple[FwpLanguageModel | FwpTransformerModel,
     from fairseq.dataclass.utils import overwrite_args_by_name
     from fairseq.models import ARCH_MODEL_REGISTRY
 
+    from fairseq_fwp.checkpoints.pretrained import read
     from fairseq_fwp.cli import loading
     from fairseq_fwp.models.fwp_lm import FwpLanguageModel
     from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
-    from fairseq_fwp.pretrained import read
 
     checkpoint = read(path)
     if ARCH_MODEL_REGISTRY.get(checkpoint.arch) is FwpTransformerModel:

@@ -14,9 +14,9 @@ from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from fairseq_fwp.checkpoints.pretrained.dictionary import read_dictionary
 from fairseq_fwp.cli import write_whole
 from fairseq_fwp.cli.plot_style import load_pyplot, save
-from fairseq_fwp.pretrained.dictionary import read_dictionary
 
 END = "</s>"  # of a line
 # The lowest value of each group. Clark et al. give no numbers for theirs.

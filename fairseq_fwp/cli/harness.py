@@ -60,7 +60,7 @@ def main() -> None:
             print(text.getvalue(), end="")  # argparse itself exits with 0 where its help cannot be written
             return
         try:
-            from fairseq_fwp.interop.harness import Harness
+            from fairseq_fwp.cli.harness_model import Harness
         except ImportError as missing:
             raise ValueError(MISSING.format(missing.name)) from missing
         try:

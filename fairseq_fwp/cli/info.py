@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fairseq_fwp.cli import make_parser, one_sentence
 
 if TYPE_CHECKING:
-    from fairseq_fwp.options import Settings
+    from fairseq_fwp.patches.options import Settings
 
 PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
 TESTED_TORCH = (2, 15)  # the newest; docs/fairseq_on_current_python.md has the table
@@ -112,7 +112,7 @@ def versions() -> list[str]:
 
 def kernels(build: bool) -> list[str]:
     """Say for each device whether its kernels are built, else why not, and which rules must not use them."""
-    from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels, self_check
+    from fairseq_fwp.ops.kernels import DEVICES, kernel_status, load_kernels, self_check
 
     for device in DEVICES if build else ():
         if load_kernels(device).built and device in self_check.CHECKED:
@@ -135,7 +135,7 @@ def hydra_yaml(arch: str) -> str:
 
     import fairseq_fwp
     from fairseq_fwp.models.presets import PRESETS_OF_MODELS
-    from fairseq_fwp.options import word
+    from fairseq_fwp.patches.options import word
 
     configurable = [name for name in PRESETS_OF_MODELS if name in MODEL_DATACLASS_REGISTRY]
     models = {preset: name for name in configurable for preset in PRESETS_OF_MODELS[name]}

@@ -22,15 +22,15 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
+from fairseq_fwp.checkpoints.convert import SOURCES
+from fairseq_fwp.checkpoints.convert.checkpoint import CHECKPOINT, FLAGS, check, dictionaries, write
+from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Source
+from fairseq_fwp.checkpoints.convert.fairseq import LANGUAGES, TRANSLATION_MODELS
+from fairseq_fwp.checkpoints.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
+from fairseq_fwp.checkpoints.pretrained import OURS, read
 from fairseq_fwp.cli import make_parser, one_sentence, start_logging
 from fairseq_fwp.cli.loading import import_plugin
-from fairseq_fwp.convert import SOURCES
-from fairseq_fwp.convert.checkpoint import CHECKPOINT, FLAGS, check, dictionaries, write
-from fairseq_fwp.convert.conversion import Conversion, Options, Source
-from fairseq_fwp.convert.fairseq import LANGUAGES, TRANSLATION_MODELS
-from fairseq_fwp.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
-from fairseq_fwp.options import Settings
-from fairseq_fwp.pretrained import OURS, read
+from fairseq_fwp.patches.options import Settings
 
 
 def parser() -> argparse.ArgumentParser:

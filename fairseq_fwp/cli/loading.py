@@ -18,10 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import fairseq_fwp
-from fairseq_fwp.decoding import WORD
+from fairseq_fwp.checkpoints.pretrained.checkpoint import Checkpoint
 from fairseq_fwp.evaluation import Text
-from fairseq_fwp.options import Settings, setting
-from fairseq_fwp.pretrained.checkpoint import Checkpoint
+from fairseq_fwp.modules.decoding import WORD
+from fairseq_fwp.patches.options import Settings, setting
 from fairseq_fwp.tasks import text as texts
 from fairseq_fwp.tasks.lines import LINES, Lines
 

@@ -11,7 +11,7 @@
 `carry_state` reads the text once. `dynamic=DynamicRule(lr)` is dynamic evaluation. Its RMS rules need the training
 text: `evaluate(model, text, protocol, train)`.
 
-A model is a `Model` of fairseq_fwp.decoding: any of fairseq's. To carry a state, its decoder is a `StreamingDecoder`.
+A model is a `Model` of modules/decoding.py: any of fairseq's. To carry a state, its decoder is a `StreamingDecoder`.
 """
 
 from fairseq_fwp.evaluation.dynamic import DynamicRule

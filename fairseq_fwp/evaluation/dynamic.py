@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fairseq_fwp.decoding import Model
 from fairseq_fwp.evaluation.scoring import Scorer
 from fairseq_fwp.evaluation.windows import Window
+from fairseq_fwp.modules.decoding import Model
 
 KINDS = {"sgd": "SGD", "rms": "RMS", "rms-sum": "RMS-sum"}
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fairseq_fwp.decoding import Model, streaming
 from fairseq_fwp.evaluation.dynamic import DynamicRule, DynamicScorer, measure
 from fairseq_fwp.evaluation.scoring import Scorer, StreamScorer, WindowScorer, score
 from fairseq_fwp.evaluation.windows import Text, Window, batches, document_windows
+from fairseq_fwp.modules.decoding import Model, streaming
 from fairseq_fwp.modules.onednn import faster_linear
 
 logger = logging.getLogger(__name__)

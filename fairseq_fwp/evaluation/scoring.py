@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from fairseq_fwp.decoding import Model, State, streaming
 from fairseq_fwp.evaluation.windows import Text, Window
+from fairseq_fwp.modules.decoding import Model, State, streaming
 
 
 class Scorer:

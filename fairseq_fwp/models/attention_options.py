@@ -15,7 +15,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
 from fairseq_fwp.modules.attention.read_out import OUTPUT_GATES
 from fairseq_fwp.modules.feature_maps import DRAWS
-from fairseq_fwp.options import option
+from fairseq_fwp.patches.options import option
 
 
 @dataclass

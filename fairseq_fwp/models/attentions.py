@@ -13,7 +13,6 @@ from typing import Generic, TypeVar, cast
 from fairseq.dataclass import FairseqDataclass
 from torch import nn
 
-from fairseq_fwp.checks import check, look_up
 from fairseq_fwp.models.attention_options import AttentionOptions, MemoryOptions, naming_flags
 from fairseq_fwp.modules.attention import (
     SOFTMAX,
@@ -30,7 +29,8 @@ from fairseq_fwp.modules.attention.base import AnyAttention, Heads, head_size
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, Division, SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, FeatureMap
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.options import setting
+from fairseq_fwp.ops.checks import check, look_up
+from fairseq_fwp.patches.options import setting
 
 Module = TypeVar("Module", bound=nn.Module)
 Part = TypeVar("Part")

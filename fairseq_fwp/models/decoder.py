@@ -16,8 +16,6 @@ from fairseq.models import FairseqIncrementalDecoder
 from omegaconf import II
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
-from fairseq_fwp.decoding import Extra, Sample
 from fairseq_fwp.models.attention_options import flag, naming_flags
 from fairseq_fwp.models.attentions import ATTENTIONS
 from fairseq_fwp.models.graphs import Shapes, StepGraph, TrunkGraphs, split
@@ -25,14 +23,16 @@ from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention.base import AnyAttention, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.decoder_layer import DecoderLayer, LayerState
+from fairseq_fwp.modules.decoding import Extra, Sample
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import resample
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.modules.positions import LearnedPositions
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.rule import is_transformed
-from fairseq_fwp.options import Settings, option
+from fairseq_fwp.patches.options import Settings, option
 
 logger = logging.getLogger(__name__)
 

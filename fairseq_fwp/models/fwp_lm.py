@@ -11,7 +11,6 @@ from fairseq.data import Dictionary
 from fairseq.models import register_model
 from torch import nn
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import AttentionOptions, add_choices
 from fairseq_fwp.models.attentions import (
     ATTENTIONS,
@@ -28,7 +27,8 @@ from fairseq_fwp.modules.attention.base import AnyAttention
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions, VaswaniPositions
-from fairseq_fwp.options import option, read_options
+from fairseq_fwp.ops.checks import check
+from fairseq_fwp.patches.options import option, read_options
 
 
 @dataclass

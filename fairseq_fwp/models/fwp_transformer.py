@@ -25,7 +25,6 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import AttentionOptions, add_choices
 from fairseq_fwp.models.attentions import ATTENTIONS, attention_name, unused_options, used_options
 from fairseq_fwp.models.language_model import TrainedModel, warn_of_unused
@@ -35,7 +34,8 @@ from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
 from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.modules.positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.options import Settings, option, read_options
+from fairseq_fwp.ops.checks import check
+from fairseq_fwp.patches.options import Settings, option, read_options
 
 
 @dataclass

@@ -13,8 +13,6 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
-from fairseq_fwp.decoding import Sample
 from fairseq_fwp.models.attention_options import naming_flags
 from fairseq_fwp.models.attentions import SIZES
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
@@ -27,8 +25,10 @@ from fairseq_fwp.modules.attention.relative import (
     SinusoidalDistances,
 )
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
+from fairseq_fwp.modules.decoding import Sample
 from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions
-from fairseq_fwp.options import option
+from fairseq_fwp.ops.checks import check
+from fairseq_fwp.patches.options import option
 
 POSITIONS = ["relative", "shaw", "shaw_biased", "absolute", "layerwise"]
 # Positions that are added to the inputs of layers, and so cannot distinguish a segment from the one before.

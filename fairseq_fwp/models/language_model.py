@@ -14,10 +14,10 @@ from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from fairseq_fwp.checks import check
-from fairseq_fwp.decoding import Sample
 from fairseq_fwp.models.decoder import LanguageModelDecoder
-from fairseq_fwp.options import Settings, as_given, plain, read_options, setting
+from fairseq_fwp.modules.decoding import Sample
+from fairseq_fwp.ops.checks import check
+from fairseq_fwp.patches.options import Settings, as_given, plain, read_options, setting
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from fairseq.models import register_model_architecture
 
 from fairseq_fwp.models import fwp_lm, fwp_transformer, fwp_xl_lm  # noqa: F401  (what is registered for)
 from fairseq_fwp.modules import attention
-from fairseq_fwp.options import Settings
+from fairseq_fwp.patches.options import Settings
 
 WT103 = {"adaptive_softmax_cutoff": "20000,40000,200000"}
 SMALL = {"decoder_embed_dim": 128}

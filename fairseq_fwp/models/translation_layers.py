@@ -11,14 +11,14 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.models.attention_options import AttentionOptions, naming_flags
 from fairseq_fwp.models.attentions import ATTENTIONS, build_attention, build_division, build_map, construct
 from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeightState, LinearAttention
 from fairseq_fwp.modules.attention.base import check_heads, reorder
 from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.options import Settings, read_options
+from fairseq_fwp.ops.checks import check
+from fairseq_fwp.patches.options import Settings, read_options
 
 IncrementalState: TypeAlias = Settings | None
 Mask: TypeAlias = Tensor | None

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.checks import check
 
 # The paper does not give initial values; this is from its public code.
 PROJECTION_STD = 0.01

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.rule import is_transformed
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.rows import Opening, rms_norm
 
 

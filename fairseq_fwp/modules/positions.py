@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
+from fairseq_fwp.ops.checks import check
 
 
 class LearnedPositions(nn.Module):

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
-from fairseq_fwp.checks import check, look_up
 from fairseq_fwp.ops import rows
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.checks import check, look_up
 from fairseq_fwp.ops.rules import PRODUCT
 
 Size: TypeAlias = Literal["Dk", "Dv"] | int

@@ -23,8 +23,8 @@ checks and the operator of PyTorch come with it. ``fairseq_fwp.testing.check_rul
 of every rule.
 """
 
-from ..kernels import KernelStatus, kernel_status
 from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve
+from .kernels import KernelStatus, kernel_status
 from .mlstm import MlstmState, mlstm_rule
 from .rule import Rule, explain
 from .rules import (

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.backend import kernel_ready
 from .arguments import expect_shape, state_dtype
+from .kernels.backend import kernel_ready
 from .operator import Context, define, differentiate_definition
 from .rule import is_transformed
 

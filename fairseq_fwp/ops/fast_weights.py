@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..kernels.backend import kernel_ready
 from . import reference
 from .arguments import (
     PER_KEY,
@@ -31,6 +30,7 @@ from .arguments import (
     retrieve,
     state_dtype,
 )
+from .kernels.backend import kernel_ready
 from .operator import define, refuse_double_backward
 
 # Tokens between two states that kernels keep for the backward pass of a forgetting rule: kKeptEvery of cuda_ext/rule.h.

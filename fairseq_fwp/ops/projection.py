@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import load_kernels, self_check
-from ..kernels.backend import GREATEST_SIZE
 from .arguments import DTYPES, state_dtype
+from .kernels import load_kernels, self_check
+from .kernels.backend import GREATEST_SIZE
 from .rule import is_transformed
 
 DEVICE = "cuda"

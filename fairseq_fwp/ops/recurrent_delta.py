@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.backend import kernel_ready
 from .arguments import expect_shape, outer, retrieve, state_dtype
 from .fast_weights import KEPT_EVERY
+from .kernels.backend import kernel_ready
 from .operator import Context, define, refuse_double_backward
 from .rule import is_transformed
 

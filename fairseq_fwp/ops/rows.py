@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from ..kernels import load_kernels
 from .arguments import at_least_float32, expect_shape, state_dtype
+from .kernels import load_kernels
 from .operator import differentiate_definition
 from .rule import is_transformed
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..kernels import self_check
-from ..kernels.backend import require_kernel, too_large
 from . import fla
 from .arguments import PER_VALUE, SHARED_KEY, Results, Shape, check_arguments
 from .fast_weights import Terms, case_of
+from .kernels import self_check
+from .kernels.backend import require_kernel, too_large
 from .operator import define, refuse_double_backward
 from .reference import allocate, backward, forward, loop
 

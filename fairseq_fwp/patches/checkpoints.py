@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from fairseq_fwp.options import as_given, setting, word
 from fairseq_fwp.patches.data import check_file
 from fairseq_fwp.patches.hooks import KEY, fingerprints, other_words, remember_options, take_fingerprints
+from fairseq_fwp.patches.options import as_given, setting, word
 from fairseq_fwp.patches.patch import patch
 
 TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # the environment variable of torch 2.6 and later

@@ -9,7 +9,7 @@ import hashlib
 from collections import OrderedDict
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from fairseq_fwp.options import plain
+from fairseq_fwp.patches.options import plain
 
 KEY = "dictionary_fingerprints"
 OLD_KEY = "dictionaries"  # where HuBERT keeps its dictionaries, as a list

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fwp.options import setting
 from fairseq_fwp.outputs import system_reason, unfinished
 from fairseq_fwp.patches.hooks import SavesStates
+from fairseq_fwp.patches.options import setting
 from fairseq_fwp.patches.patch import patch
 
 # Number of tries, as in fairseq, and seconds between them: network file systems fail for moments.

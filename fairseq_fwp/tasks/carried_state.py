@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.decoding import Extra, Sample, Segment, State, segment_of
+from fairseq_fwp.modules.decoding import Extra, Sample, Segment, State, segment_of
 
 Result = TypeVar("Result")
 

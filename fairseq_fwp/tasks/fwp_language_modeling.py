@@ -19,9 +19,9 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 from torch import Tensor
 
-from fairseq_fwp.checks import check
-from fairseq_fwp.decoding import Sample, streaming
-from fairseq_fwp.options import option
+from fairseq_fwp.modules.decoding import Sample, streaming
+from fairseq_fwp.ops.checks import check
+from fairseq_fwp.patches.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.streams import FAR, StreamIterator, Streams
 from fairseq_fwp.tasks.text import BLANK_LINE, JoinedLines, TextBlocks, document_starts, read_split

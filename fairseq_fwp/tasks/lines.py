@@ -21,9 +21,9 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 from torch import Tensor
 
-from fairseq_fwp.checks import check
-from fairseq_fwp.decoding import END, STARTS, Beginning, Sample
-from fairseq_fwp.options import Settings, option, setting
+from fairseq_fwp.modules.decoding import END, STARTS, Beginning, Sample
+from fairseq_fwp.ops.checks import check
+from fairseq_fwp.patches.options import Settings, option, setting
 from fairseq_fwp.tasks.text import read_split
 
 LINES = "fwp_lines"

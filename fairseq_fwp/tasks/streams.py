@@ -7,7 +7,7 @@ import torch
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.data.monolingual_dataset import collate
 
-from fairseq_fwp.decoding import Sample, Segment
+from fairseq_fwp.modules.decoding import Sample, Segment
 from fairseq_fwp.patches.hooks import Divided, SavesStates
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.text import TextBlocks

@@ -10,7 +10,7 @@ from fairseq import utils
 from fairseq.data import Dictionary, FairseqDataset, data_utils
 from torch import Tensor
 
-from fairseq_fwp.decoding import Sample
+from fairseq_fwp.modules.decoding import Sample
 
 # Documents end with an empty line, as in fairseq's `--sample-break-mode complete_doc`.
 BLANK_LINE = "blank-line"

@@ -31,8 +31,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
-from fairseq_fwp.kernels import load_kernels, self_check
 from fairseq_fwp.ops.fla import FORMS as IN_FLA
+from fairseq_fwp.ops.kernels import load_kernels, self_check
 
 CALLED, GRAPH, ERROR, ERROR_OF_ALL = "seconds as called", "seconds of a graph", "error", "error of all tokens"
 KERNELS, SAME_BITS, TEXT, ALL = "seconds of kernels", "runs of the same bits", "text", "all dtypes"
@@ -84,7 +84,14 @@ ON_GPU = DEVICE == "cuda"
 WITH_FLA = tuple(form for form in FORMS if f"{inputs.FORMS[form][0]}_rule" in IN_FLA)
 # Processes begin with these imports, and without CUDA. fla is not among them: it asks for the device when imported.
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch._dynamo", "torch.profiler", "triton.testing", "fairseq_fwp.kernels.self_check", "inputs", "record"]
+PRELOADED = [
+    "torch._dynamo",
+    "torch.profiler",
+    "triton.testing",
+    "fairseq_fwp.ops.kernels.self_check",
+    "inputs",
+    "record",
+]
 FORKS.set_forkserver_preload(PRELOADED)
 with suppress(ImportError):
     import triton.testing  # its times are in milliseconds; it also tries hundreds of configurations of fla's kernels

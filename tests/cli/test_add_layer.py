@@ -13,7 +13,7 @@ from support.small_models import build_model
 from support.small_text import prepare_random_text, train_model
 
 from fairseq_fwp.cli import add_layer, eval_lm
-from fairseq_fwp.fast_weight_layer.initialization import STREAMS, read_moments
+from fairseq_fwp.models.fast_weight_layer.initialization import STREAMS, read_moments
 
 LENGTH = 8
 slow = partial(pytest.param, marks=pytest.mark.slow)

@@ -68,7 +68,7 @@ def test_the_text_begins_with_the_token_of_the_training(of_task, first):
 
     with pytest.MonkeyPatch.context() as patch:
         task = SimpleNamespace(source_dictionary=dictionary)
-        patch.setattr("fairseq_fwp.pretrained.read", lambda path: SimpleNamespace(cfg=cfg))
+        patch.setattr("fairseq_fwp.checkpoints.pretrained.read", lambda path: SimpleNamespace(cfg=cfg))
         patch.setattr(loading, "load_model", lambda *given: (model, task))
         patch.setattr(loading, "load_text", load_text)
         with pytest.raises(ValueError, match="that is all"):

@@ -33,9 +33,9 @@ from support.small_models import (
 )
 from support.small_text import prepare_random_text, preprocess, train_model
 
+from fairseq_fwp.checkpoints.convert import checkpoint, conversion
+from fairseq_fwp.checkpoints.export.onnx import to_onnx, translation_to_onnx
 from fairseq_fwp.cli import eval_lm, export, loading
-from fairseq_fwp.convert import checkpoint, conversion
-from fairseq_fwp.export.onnx import to_onnx, translation_to_onnx
 
 pytest.importorskip("onnxruntime")
 GENERATE = Path(__file__).parents[2] / "recipes/onnx/generate.py"

@@ -23,7 +23,7 @@ from support.refusals import refused
 from support.small_text import SIZE, prepare_random_text, train_model
 
 from fairseq_fwp.cli import harness
-from fairseq_fwp.interop.harness import Harness, Numbers, Words, find_device
+from fairseq_fwp.cli.harness_model import Harness, Numbers, Words, find_device
 from fairseq_fwp.patches.words import Pieces
 
 KINDS = ("gated_delta_lm_wt103", "fwp_xl_lm", "fwp_fwl_lm")

@@ -10,6 +10,8 @@ from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.ops import kernels
+from fairseq_fwp.ops.kernels import library, self_check
 
 ARCHS = [(model, arch) for model, presets in PRESETS_OF_MODELS.items() for arch in presets]
 
@@ -25,6 +27,24 @@ def test_the_report_names_everything(capsys):
     assert {"cpu:", "cuda:"} == {*found["kernels"]}
     assert {*UPDATE_RULES} <= {*found["update rules"]} and {*FEATURE_MAPS} == {*found["feature maps"]}
     assert {*PRESETS_OF_MODELS, *(arch for _, arch in ARCHS)} <= {*found["architectures"]}
+
+
+def test_rules_whose_kernels_are_wrong_are_named(monkeypatch):
+    faults = {}
+    monkeypatch.setattr(kernels, "kernel_status", lambda: {"cpu": kernels.KernelStatus(True, "kernels.so")})
+    monkeypatch.setattr(kernels, "load_kernels", lambda device: kernels.KernelStatus(device == "cpu"))
+    monkeypatch.setattr(self_check, "CHECKED", ("cpu",))
+    monkeypatch.setattr(self_check, "find_faults", lambda device: faults.update(cpu={"delta_rule": "q is off by 1"}))
+    monkeypatch.setattr(self_check, "read_faults", lambda path: faults)
+    assert info.kernels(build=False) == ["cpu: built, kernels.so"]
+    checked = "cpu: checked on cpu, and not used for some rules"
+    assert info.kernels(build=True)[1:] == [checked, "cpu: not used for delta_rule: q is off by 1"]
+
+
+def test_names_that_are_no_text_are_printed(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "\udcff")
+    monkeypatch.setattr(library, "_statuses", {})
+    assert info.main([]) == 0 and "there is no C++ compiler (\\udcff is" in capsys.readouterr().out
 
 
 def test_a_newer_torch_than_the_tested_one_is_named(monkeypatch):

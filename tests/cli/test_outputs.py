@@ -12,9 +12,9 @@ import pytest
 from support.pairwise import looped
 
 from fairseq_fwp import outputs
+from fairseq_fwp.checkpoints.convert.checkpoint import new_folder
 from fairseq_fwp.cli import arguments, make_parser, plot, write_whole
 from fairseq_fwp.cli.logs import Run
-from fairseq_fwp.convert.checkpoint import new_folder
 
 
 def fill(path):

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from fairseq_fwp.kernels import library
-from fairseq_fwp.kernels.build import _flags
+from fairseq_fwp.ops.kernels import library
+from fairseq_fwp.ops.kernels.build import _flags
 
 LIMITS = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SHAPE = (2, 2, 70, 16, 20)  # with chunks on tensor cores, and kept states

@@ -17,13 +17,13 @@ from test_maps import CASES, differentiate, make_case, sample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_fwp.kernels import self_check
 from fairseq_fwp.modules.attention import FastWeightAttention, fast_weight
 from fairseq_fwp.modules.attention.map_check import MAPS
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.ops import convolution, projection, rows
+from fairseq_fwp.ops.kernels import self_check
 from fairseq_fwp.ops.projection import Layout, map_projection
 
 LIMITS = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -6,15 +6,15 @@ from dataclasses import fields
 import pytest
 
 from fairseq_fwp.cli.flags import MODELS
-from fairseq_fwp.fast_weight_layer.layer import FastWeightLayer
-from fairseq_fwp.fast_weight_layer.model import LAYER_OPTIONS
 from fairseq_fwp.models import attentions
 from fairseq_fwp.models.attention_options import AttentionOptions
 from fairseq_fwp.models.attentions import ATTENTIONS, MAPS, NORMALIZATIONS, SIZES, Kind, build_attention
+from fairseq_fwp.models.fast_weight_layer.layer import FastWeightLayer
+from fairseq_fwp.models.fast_weight_layer.model import LAYER_OPTIONS
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.attention import SoftmaxAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.synthetic.model import MEMORY
+from fairseq_fwp.tasks.synthetic.model import MEMORY
 
 ATTENTION_OPTIONS = {option.name for option in fields(AttentionOptions) if option.metadata}
 TABLES = [*(kind.options for kind in ATTENTIONS.values()), MEMORY.options, LAYER_OPTIONS, *MAPS.values()]

@@ -23,7 +23,7 @@ from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, SoftmaxAttention
 from fairseq_fwp.modules.positions import VaswaniPositions, sinusoids
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.options import plain
+from fairseq_fwp.patches.options import plain
 
 FAVOR = {"decoder_feature_map": "favor"}
 ATTENTION, READ_OUT = {"attention_normalization": True}, "memory.normalization.read_out_only"

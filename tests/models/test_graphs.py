@@ -12,10 +12,10 @@ import pytest
 import torch
 from support.small_models import build_model, log_probs, loss_of, random_tokens
 
+from fairseq_fwp.checkpoints.pretrained.model import PretrainedModel
 from fairseq_fwp.models import decoder as decoders
 from fairseq_fwp.models import graphs
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.pretrained.model import PretrainedModel
 
 ROWS, LENGTH = 3, 4
 

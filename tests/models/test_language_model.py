@@ -12,7 +12,7 @@ from support.pairwise import looped
 from support.small_models import build_model, build_retrieval, build_translation, random_tokens
 from torch.utils._pytree import tree_leaves
 
-from fairseq_fwp.former_states import FORMER, FwlState
+from fairseq_fwp.checkpoints.former_states import FORMER, FwlState
 from fairseq_fwp.models.decoder import DecoderState
 from fairseq_fwp.modules import onednn
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS

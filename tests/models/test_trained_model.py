@@ -13,12 +13,12 @@ from support.small_models import (
     random_tokens,
 )
 
-from fairseq_fwp.fast_weight_layer.model import FwpFwlLanguageModel
+from fairseq_fwp.models.fast_weight_layer.model import FwpFwlLanguageModel
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
-from fairseq_fwp.options import plain
 from fairseq_fwp.patches.hooks import Saved
+from fairseq_fwp.patches.options import plain
 
 FAVOR = {"decoder_feature_map": "favor", "decoder_update_rule": "sum", "attention_normalization": True}
 SOFTMAX = {"decoder_update_rule": "softmax"}

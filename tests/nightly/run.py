@@ -29,33 +29,30 @@ FIELDS = ("name", "commit", "date", "seconds", "outcome")
 PYTEST = ["-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-profile=night"]
 SPREAD = ["--numprocesses", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
 FORK = multiprocessing.get_context("fork")  # with what main() has imported, which must not be this package
-COMPILED = "from fairseq_fwp import kernels; print(kernels.load_kernels('cpu').path, end='')"
+COMPILED = "from fairseq_fwp.ops import kernels; print(kernels.load_kernels('cpu').path, end='')"
 CHANGE = re.compile("«(.*?)→(.*?)»", re.DOTALL)
 KERNELS = "cuda_ext/cuda/"  # mutants that the emulator runs, in test_kernel_mutants.py
 ON_CUDA = ("cuda.cpp", "cuda_map.cpp", "cuda_tensors.h")
 # The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
 TESTS = {
     **dict.fromkeys((f"cuda_ext/bindings/{name}" for name in ON_CUDA), "emulator/test_binding.py"),
-    **dict.fromkeys(("cuda_ext/cpu/amx.h", "cuda_ext/cpu/forget_tiles.h"), "kernels/test_tiles.py"),
+    **dict.fromkeys(("cuda_ext/cpu/amx.h", "cuda_ext/cpu/forget_tiles.h"), "ops/kernels/test_tiles.py"),
     "cuda_ext": "laws/test_operators.py ops laws modules",
+    "fairseq_fwp/checkpoints/export": "cli",
+    "fairseq_fwp/checkpoints": "checkpoints",
     "fairseq_fwp/cli": "cli evaluation test_commands.py",
-    "fairseq_fwp/convert": "convert test_pretrained.py",
     "fairseq_fwp/distillation.py": "test_distillation.py",
     "fairseq_fwp/evaluation": "evaluation cli",
-    "fairseq_fwp/export": "cli",
-    "fairseq_fwp/fast_weight_layer": "fast_weight_layer laws models cli",
     "fairseq_fwp/interop": "interop cli",
-    "fairseq_fwp/kernels": "kernels ops",
-    "fairseq_fwp/linearize.py": "convert",
-    "fairseq_fwp/models": "models laws/test_models.py tasks evaluation convert laws modules",
-    "fairseq_fwp/modules": "laws/test_attentions.py modules laws models tasks fast_weight_layer convert",
+    "fairseq_fwp/models/fast_weight_layer": "models cli",
+    "fairseq_fwp/models": "models tasks evaluation checkpoints laws modules",
+    "fairseq_fwp/modules": "laws/test_attentions.py modules laws models tasks checkpoints",
+    "fairseq_fwp/ops/kernels": "ops/kernels ops",
     "fairseq_fwp/ops": "laws/test_operators.py ops laws modules",
     "fairseq_fwp/patches": "patches cli tasks nightly/test_kill_and_resume.py",
-    "fairseq_fwp/pretrained": "test_pretrained.py convert",
-    "fairseq_fwp/synthetic": "synthetic models laws/test_models.py",
-    "fairseq_fwp/tasks": "tasks models laws/test_models.py",
+    "fairseq_fwp/tasks": "tasks models",
     "fairseq_fwp/testing.py": "ops",
-    "fairseq_fwp": "test_registration.py models laws/test_models.py",
+    "fairseq_fwp": "test_registration.py models",
 }
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_fwp.kernels import build
-from fairseq_fwp.kernels.error import BuildError
+from fairseq_fwp.ops.kernels import build
+from fairseq_fwp.ops.kernels.error import BuildError
 
 HERE = Path(__file__).parent / "widths"
 KERNELS = build._source_folder() / "bindings" / "cpu"

@@ -56,7 +56,7 @@ SCRIPT = """
 from pathlib import Path
 import torch
 from fairseq_fwp import ops
-from fairseq_fwp.kernels import build
+from fairseq_fwp.ops.kernels import build
 build._source_folder = lambda: Path("cuda_ext").resolve()
 x = torch.rand(1, 1, 3, 5)
 print(ops.sum_rule(x, x, x, backend="kernel")[0].shape)

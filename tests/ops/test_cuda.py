@@ -16,7 +16,7 @@ from support.subjects import (
 from test_operator import test_what_the_backward_pass_gets_may_have_any_strides  # noqa: F401, also on a GPU
 
 from fairseq_fwp import ops
-from fairseq_fwp.kernels import self_check
+from fairseq_fwp.ops.kernels import self_check
 
 pytestmark = pytest.mark.cuda
 every_kernel = pytest.mark.parametrize("rule", WITH_KERNEL)

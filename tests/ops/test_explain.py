@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.forward_ad import dual_level
 
 from fairseq_fwp import ops
-from fairseq_fwp.kernels import backend, self_check
 from fairseq_fwp.ops import fla
+from fairseq_fwp.ops.kernels import backend, self_check
 
 CURE = ops.KernelStatus(False, reason="there is no compiler", cure="install one")
 # The rule, what is changed, the backend, and words of the other lines.

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from support.operator_fixtures import on_one_and_three_threads
 from support.pairwise import looped
 
-from fairseq_fwp.kernels import KernelStatus
 from fairseq_fwp.ops import rows
+from fairseq_fwp.ops.kernels import KernelStatus
 
 SHAPES = [(7, 5), (1, 1), (3, 2, 64), (2, 3, 2, 37), (70, 33), (1, 130, 1, 16)]
 OPENINGS = {"none": None, "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh}

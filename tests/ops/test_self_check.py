@@ -14,10 +14,9 @@ from support.pairwise import looped
 from support.subjects import sample_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fairseq_fwp import kernels, ops
-from fairseq_fwp.cli import info
-from fairseq_fwp.kernels import self_check
-from fairseq_fwp.kernels.library import locked
+from fairseq_fwp import ops
+from fairseq_fwp.ops.kernels import load_kernels, self_check
+from fairseq_fwp.ops.kernels.library import locked
 from fairseq_fwp.ops.rules import RULES
 
 CPU = torch.device("cpu")
@@ -29,7 +28,7 @@ FAULT = "the gradient of q in float64 is off by 1"
 @pytest.fixture
 def library(tmp_path, monkeypatch):
     """A library in a new folder, whose kernels are not checked yet."""
-    assert kernels.load_kernels("cpu").built
+    assert load_kernels("cpu").built
     path = tmp_path / "kernels.so"
     path.write_bytes(b"code")
     monkeypatch.setattr(self_check, "CHECKED", ("cpu",))
@@ -65,7 +64,7 @@ def call(rule=ops.delta_rule, **options):
 
 
 def test_kernels_are_right(monkeypatch):
-    only = "from fairseq_fwp.kernels import self_check\nself_check.WITH_SEGMENTS = ()"  # a CPU has no segments
+    only = "from fairseq_fwp.ops.kernels import self_check\nself_check.WITH_SEGMENTS = ()"  # a CPU has no segments
     monkeypatch.setattr(self_check, "CHILD", only + self_check.CHILD)
     assert self_check._check_apart("cpu") == {}
 
@@ -79,7 +78,7 @@ def test_rules_with_segments_are_checked_with_long_sequences(wrong, monkeypatch)
 
 PREPARED = f"""{PREAMBLE}
 import os, signal
-from fairseq_fwp.kernels import self_check
+from fairseq_fwp.ops.kernels import load_kernels, self_check
 from fairseq_fwp.ops.rules import RULES
 self_check.SIZES = (dict(B=1, H=1, Hk=1, L=35, N=2, Dk=4, Dv=5),)
 self_check.WITH_SEGMENTS = ()
@@ -271,15 +270,6 @@ def test_a_trace_takes_the_reference_too(library, wrong):
     with pytest.warns(RuntimeWarning, match=FAULT):
         found = compiled()
     assert all(map(torch.equal, found, call(backend="reference")))
-
-
-def test_info_names_what_is_not_used(library, wrong, monkeypatch):
-    monkeypatch.setattr("fairseq_fwp.kernels.kernel_status", lambda: {"cpu": ops.KernelStatus(True, str(library))})
-    monkeypatch.setattr("fairseq_fwp.kernels.load_kernels", lambda device: ops.KernelStatus(device == "cpu"))
-    assert info.kernels(build=False) == [f"cpu: built, {library}"]
-    _, checked, not_used = info.kernels(build=True)
-    assert checked == "cpu: checked on cpu, and not used for some rules"
-    assert not_used.startswith(f"cpu: not used for delta_rule: {FAULT}")
 
 
 def test_a_rule_without_a_kernel_is_not_checked(library, monkeypatch):

@@ -17,7 +17,7 @@ from flags import read_yaml
 from grids import problems, retrieval
 
 from fairseq_fwp.cli.plot_style import load_pyplot
-from fairseq_fwp.synthetic.model import FwpAssociativeRetrievalConfig
+from fairseq_fwp.tasks.synthetic.model import FwpAssociativeRetrievalConfig
 
 PEPS, RETRIEVAL = made_up.RECIPES / "peps", made_up.RECIPES / "associative_retrieval"
 PUBLISHED = read_yaml(RETRIEVAL / "published.yaml", plain=False)

@@ -17,12 +17,12 @@ from fairseq.models import (
 from omegaconf import OmegaConf
 
 import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.fast_weight_layer.layer import PACE
+from fairseq_fwp.models.fast_weight_layer.layer import PACE
 from fairseq_fwp.models.presets import PRESETS
 from fairseq_fwp.modules.attention import FastWeightState
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.ops import MlstmState
-from fairseq_fwp.synthetic.model import RETRIEVAL_PRESETS, FwpAssociativeRetrieval, FwpAssociativeRetrievalConfig
+from fairseq_fwp.tasks.synthetic.model import RETRIEVAL_PRESETS, FwpAssociativeRetrieval, FwpAssociativeRetrievalConfig
 
 SMALL = {"decoder_layers": 2, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4}
 SEGMENT = 4  # tokens

@@ -1,4 +1,4 @@
-"""Checks of the kernels on tiles of bfloat16, for tests/kernels and tests/nightly."""
+"""Checks of the kernels on tiles of bfloat16, for tests/ops/kernels and tests/nightly."""
 
 from collections.abc import Iterable
 

@@ -21,7 +21,7 @@ from support.small_text import SIZE, train_model, write_dictionary, write_split
 
 import fairseq_fwp
 from fairseq_fwp.cli import eval_lm, export
-from fairseq_fwp.decoding import END, STARTS, WORD
+from fairseq_fwp.modules.decoding import END, STARTS, WORD
 from fairseq_fwp.tasks.lines import FwpLinesConfig, FwpLinesTask
 
 WORDS, LONGEST = 40, 11
@@ -282,7 +282,7 @@ def asked(*requests):
 @torch.no_grad()
 def test_the_harness_reads_lines_as_in_training(trained):
     """It scores each line of a text and of a context by itself, and does not score a first word that is only read."""
-    harness = pytest.importorskip("fairseq_fwp.interop.harness")
+    harness = pytest.importorskip("fairseq_fwp.cli.harness_model")
     start, folder = trained
     lm = harness.Harness(str(folder / "checkpoint_last.pt"), str(folder), device="cpu")
     model = fairseq_fwp.load(folder / "checkpoint_last.pt")
@@ -352,7 +352,7 @@ def test_exported_models_read_lines_as_in_training(trained):
 def test_a_start_of_lines_is_read_by_every_command(trained, tmp_path):
     """A model of --add-bos-token reads <s>, and not </s>, before each line."""
     pytest.importorskip("onnxruntime")
-    harness = pytest.importorskip("fairseq_fwp.interop.harness")
+    harness = pytest.importorskip("fairseq_fwp.cli.harness_model")
     start, folder = trained
     if start == WORD:
         return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fairseq_fwp.checks import check
+from fairseq_fwp.ops.checks import check
 
 # The state of an attention that is known only when the model is built: a tree of tensors, of its own `State`.
 StateTree: TypeAlias = Any

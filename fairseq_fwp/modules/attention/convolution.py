@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.base import Alignment
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.convolution import causal_conv1d
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.base import Attention, head_size
 from fairseq_fwp.modules.attention.convolution import ShortConvolution
 from fairseq_fwp.modules.attention.gates import Gates
@@ -26,6 +25,7 @@ from fairseq_fwp.modules.feature_maps import Favor, FeatureMap, kernel_form
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.update_rules import UpdateRule, find_rule
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.projection import Layout, Part, has_kernel, map_projection
 
 

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.modules.update_rules import Gate, MambaDecay, UpdateRule, resolve
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.projection import Part
 
 

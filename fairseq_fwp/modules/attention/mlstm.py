@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
-from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.base import Attention, head_size
 from fairseq_fwp.ops import MlstmState
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.checks import check
 
 GATE_CAP = 15.0  # the greatest logarithm of an input gate, as published
 

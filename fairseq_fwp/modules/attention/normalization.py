@@ -14,10 +14,10 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.update_rules import UpdateRule, unit_length
 from fairseq_fwp.ops.arguments import at_least_float32, state_dtype
+from fairseq_fwp.ops.checks import check
 
 # DPFP can map a vector to zero: it stays zero, and neither writes nor reads. fast-transformers adds 1e-6 to z . q,
 # the paper's public code 1e-5.

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check, look_up
 from fairseq_fwp.modules.layer_norm import RmsNorm
+from fairseq_fwp.ops.checks import check, look_up
 from fairseq_fwp.ops.rows import Opening
 
 OUTPUT_GATES: dict[str, Opening | None] = {"none": None, "silu": F.silu, "sigmoid": torch.sigmoid}

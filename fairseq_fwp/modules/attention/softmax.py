@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.base import Alignment, Attention, head_size, join_padding, visible_keys
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.rule import is_transformed
 
 Scaling: TypeAlias = tuple[float, float, float, float]

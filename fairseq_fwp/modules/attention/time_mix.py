@@ -9,13 +9,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.checks import check
 from fairseq_fwp.modules.attention.base import Attention, check_heads
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
 from fairseq_fwp.modules.attention.normalization import LengthNormalization
 from fairseq_fwp.modules.update_rules import find_rule, rwkv7_decay
 from fairseq_fwp.ops.arguments import at_least_float32
+from fairseq_fwp.ops.checks import check
 
 # Powers of the first mixtures of receptances, decays, keys, values, rates and gates: see `TokenShift`.
 POWERS = (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)

@@ -8,7 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from fairseq_fwp.kernels.cuda import toolkit_folders
+from fairseq_fwp.ops.kernels.cuda import toolkit_folders
 
 HERE = Path(__file__).parent
 # There is no library of the driver without a GPU: those who call its functions have their names.

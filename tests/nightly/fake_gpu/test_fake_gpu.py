@@ -17,9 +17,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PYTHON = os.environ.get("FWP_CUDA_PYTHON")
 pytestmark = pytest.mark.skipif(not (PYTHON and shutil.which("nvcc")), reason="needs FWP_CUDA_PYTHON, and nvcc on PATH")
-BUILD = "from fairseq_fwp.kernels import load_kernels; status = load_kernels('cuda'); assert status.built, status"
+BUILD = "from fairseq_fwp.ops.kernels import load_kernels; status = load_kernels('cuda'); assert status.built, status"
 # Values are wrong, and the check before first use would switch all kernels off.
-NO_CHECK = "from fairseq_fwp.kernels import self_check; self_check.find_faults = lambda device: {}\n"
+NO_CHECK = "from fairseq_fwp.ops.kernels import self_check; self_check.find_faults = lambda device: {}\n"
 
 
 @pytest.fixture(scope="module")
