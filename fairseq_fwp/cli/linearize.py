@@ -26,7 +26,8 @@ from fairseq_fwp.checkpoints.convert import SOURCES
 from fairseq_fwp.checkpoints.convert.checkpoint import CHECKPOINT, FLAGS, check, dictionaries, write
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Source
 from fairseq_fwp.checkpoints.convert.fairseq import LANGUAGES, TRANSLATION_MODELS
-from fairseq_fwp.checkpoints.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
+from fairseq_fwp.checkpoints.linearize import linearize
+from fairseq_fwp.checkpoints.linearize.options import ATTENTION_OPTIONS, METHOD, Method, check_options
 from fairseq_fwp.checkpoints.pretrained import OURS, read
 from fairseq_fwp.cli import make_parser, one_sentence, start_logging
 from fairseq_fwp.cli.loading import import_plugin

@@ -15,7 +15,7 @@ from flags import read_flags, read_yaml, value_of
 from grids import problems, retrieval
 from model import runs
 
-from fairseq_fwp.checkpoints.linearize import INITIALISATIONS
+from fairseq_fwp.checkpoints.linearize.initialisation import INITIALISATIONS
 from fairseq_fwp.cli import convert, eval_lm
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModelConfig

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fwp.checkpoints.linearize import INITIALISATIONS, Initialisation, Projections
+from fairseq_fwp.checkpoints.linearize.initialisation import INITIALISATIONS, Initialisation, Projections
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, Normaliser, UpdateRule, uniform_gate_bias
 from fairseq_fwp.ops import Rule, decay_rule, outer, sum_rule
 

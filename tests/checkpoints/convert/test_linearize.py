@@ -18,7 +18,10 @@ from support.small_models import make_dictionary
 from checkpoints.convert.conftest import Command, load
 from fairseq_fwp.checkpoints.convert import checkpoint
 from fairseq_fwp.checkpoints.convert.conversion import Conversion
-from fairseq_fwp.checkpoints.linearize import SCORE_SCALE, WITHOUT_WEIGHTS, Method, fewer_features, linearize, read_text
+from fairseq_fwp.checkpoints.linearize import linearize
+from fairseq_fwp.checkpoints.linearize.costs import read_text
+from fairseq_fwp.checkpoints.linearize.options import WITHOUT_WEIGHTS, Method
+from fairseq_fwp.checkpoints.linearize.projections import SCORE_SCALE, fewer_features
 from fairseq_fwp.cli.linearize import main as fwp_linearize
 from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig

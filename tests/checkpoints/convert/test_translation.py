@@ -14,7 +14,8 @@ from checkpoints.convert.conftest import Command
 from fairseq_fwp.checkpoints.convert import SOURCES
 from fairseq_fwp.checkpoints.convert.checkpoint import make_task
 from fairseq_fwp.checkpoints.convert.conversion import Options
-from fairseq_fwp.checkpoints.linearize import Method, linearize
+from fairseq_fwp.checkpoints.linearize import linearize
+from fairseq_fwp.checkpoints.linearize.options import Method
 from fairseq_fwp.cli.linearize import main as fwp_linearize
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention
