@@ -13,6 +13,7 @@ from typing import Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
+from fairseq_fwp.modules.attention.hybrid import MIXES
 from fairseq_fwp.modules.attention.read_out import OUTPUT_GATES
 from fairseq_fwp.modules.feature_maps import DRAWS
 from fairseq_fwp.patches.options import option
@@ -97,6 +98,9 @@ class LayerOptions(FairseqDataclass):
     )
     scale_queries: bool = option(
         False, "multiply mapped and normalised queries by 1 / sqrt(number of features), as softmax attention does"
+    )
+    hybrid_mix: ChoiceEnum([*MIXES]) = option(  # type: ignore[valid-type]
+        "channel", "how hybrid mixes fast weights and softmax: a gate a channel, two gates a head, or their sum"
     )
     output_gate: ChoiceEnum([*OUTPUT_GATES]) = option(  # type: ignore[valid-type]
         "none", "function of a projection of the input by which the output is multiplied before its own projection"

@@ -42,7 +42,8 @@ class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
     )
     attention_window: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None,
-        "number of tokens, itself included, that a token sees in softmax attention, at least 1; none: all past tokens",
+        "number of tokens, itself included, that a token sees in softmax attention, at least 1; none: all past tokens, "
+        "which hybrid cannot have",
     )
     attention_softmax_heads: Optional[int] = option(  # noqa: UP045
         None, "heads of softmax attention, a divisor of the embedding dimension; none: --decoder-attention-heads"

@@ -81,6 +81,11 @@ MODERN = {
 RWKV7 = {"decoder_update_rule": "time_mix", "channel_mix": True, "layernorm_embedding": True, **BLOCKS}
 # Beck et al. 2025, arXiv 2503.13427: the whole model, but for the cap of its logits.
 XLSTM = {**MLSTM, "rms_norm": True, "norm_epsilon": 1e-6, "swiglu": True, **BLOCKS}
+# Irie et al. 2025, arXiv 2506.00744: the synchronous hybrid, as in the public configurations of language models.
+HQLT = {
+    "decoder_update_rule": "hybrid", "attention_window": 64, "attention_rope_theta": 10000.0,
+    "negative_eigenvalues": True, "rms_norm": True, "norm_epsilon": 1e-6, "swiglu": True, **BLOCKS,
+}  # fmt: skip
 # DeltaNet (Yang et al. 2024, arXiv 2406.06484) does not gate its output. Gated DeltaNet (Yang et al. 2025, arXiv
 # 2412.06464) does by SiLU, and Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692) by a sigmoid of a head's rank.
 DELTA_NET = {**MODERN, "decoder_update_rule": "delta"}
@@ -116,6 +121,9 @@ MODERN_PRESETS: dict[str, Settings] = {
     "kda_lm_tiny": {**KIMI, **decoder(**TINY, attention_heads=2), "output_gate_rank": 64},
     "kda_lm_340m": {**KIMI, **decoder(**WIDE_340M, layers=24, attention_heads=8), "output_gate_rank": 128},
     "kda_lm_1.3b": {**KIMI, **decoder(**WIDE_1B, layers=24, attention_heads=16), "output_gate_rank": 128},
+    "hqlt_lm_tiny": {**HQLT, **decoder(**TINY, attention_heads=2)},
+    "hqlt_lm_340m": {**HQLT, **decoder(**WIDE_340M, layers=24, attention_heads=8)},
+    "hqlt_lm_1.3b": {**HQLT, **decoder(**WIDE_1B, layers=24, attention_heads=16)},
     "xlstm_lm_tiny": {**XLSTM, **decoder(**TINY, attention_heads=2, key_dim=32)},
     "xlstm_lm_7b": {
         **XLSTM,

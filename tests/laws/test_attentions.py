@@ -6,6 +6,7 @@ import itertools
 import torch
 from support.attentions import BASELINES, DIM, FAST_WEIGHTS, KINDS, MODERN, build, half_precision_error, random
 from support.pairwise import looped
+from torch.utils._pytree import tree_leaves
 
 from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.memory import Memory
@@ -25,12 +26,12 @@ def test_pieces_with_the_carried_state_are_the_whole(kind):
     after, end = layer(x[:, 5:], state)
     torch.testing.assert_close(after, whole[:, 5:])
     torch.testing.assert_close(layer(x[:, :4])[0], whole[:, :4])
-    for ours, theirs in zip(end, last, strict=True):
+    for ours, theirs in zip(tree_leaves(end), tree_leaves(last), strict=True):
         torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(layer(x[order, 5:], reorder(state, order))[0], whole[order, 5:])
     (flows,) = torch.autograd.grad(after.sum(), x)
     cut = detach(state)
-    assert all(part is None or not part.requires_grad for part in cut)
+    assert not any(part.requires_grad for part in tree_leaves(cut) if part is not None)
     detached = layer(x[:, 5:], cut)[0]
     assert torch.equal(detached, after)
     (ends,) = torch.autograd.grad(detached.sum(), x)
@@ -102,8 +103,8 @@ def test_the_size_of_the_state(kind):
     """It has a bound where the attention says so; z does not count."""
     layer = build(kind)
     _, state = layer(random(1, 3, DIM))
-    counted = [part for name, part in state._asdict().items() if name != "normalizer" and part is not None]
-    assert layer.state_size(3) == sum(part.numel() for part in counted)
+    counted = [part for name, part in state._asdict().items() if name != "normalizer"]
+    assert layer.state_size(3) == sum(part.numel() for part in tree_leaves(counted) if part is not None)
     assert (layer.state_size(99) == layer.state_size(50, carried=True)) == layer.constant_state
 
 

@@ -49,7 +49,7 @@ def test_attentions_that_use_a_flag_are_those_that_the_models_have():
         for owner, models in flags.owners(flags.MODELS).items()
         for option in flags.own(owner)
     }
-    assert of["attention_window"] == {"softmax"}
+    assert of["attention_window"] == {"softmax", "hybrid"}
     assert of["attention_dropout"] == {"softmax", "relative"}
     assert of["feature_map"] == {"fast_weight"}
     assert of["attention_bias"] == {"fast_weight", "softmax", "linear"}

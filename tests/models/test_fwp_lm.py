@@ -237,7 +237,9 @@ def test_a_hybrid_is_put_together_of_layers_of_two_models(shared, rule):
     hybrid = build_model("fwp_lm", **shared, decoder_update_rule=rule, sum_normalization=True, softmax_layers="0,2")
     kinds = [type(layer.self_attn) for layer in hybrid.decoder.layers]
     assert kinds == [SoftmaxAttention, FastWeightAttention if rule == "delta" else DeltaRnn] * 2
-    assert {hybrid.decoder.layers[index].self_attn.window for index in (0, 2)} == {shared.get("attention_window")}
+    assert {hybrid.decoder.layers[index].self_attn.memory.window for index in (0, 2)} == {
+        shared.get("attention_window")
+    }
     sources, calls = [(fast if index % 2 else softmax).decoder.layers[index] for index in range(4)], []
     for layer, source in zip(hybrid.decoder.layers, sources, strict=True):
         layer.load_state_dict(source.state_dict())

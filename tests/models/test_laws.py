@@ -44,7 +44,7 @@ INVISIBLE = [
 GROWING = {"softmax", "clusters of softmax", "learned positions", "softmax last", "softmax first"}
 GROWING |= {"rotary", "rotary last", "softmax and recurrence", "no recurrence", "layerwise", "absolute"}
 GROWING |= {"layer on softmax", "layer on hybrid"}
-LOCAL = {"local", "local last", "rotary in a window"}
+LOCAL = {"local", "local last", "rotary in a window", "hybrid"}
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -68,6 +68,8 @@ PUBLISHED = [
     ("gated_deltanet_lm_1.3b", {}, 1_387_348_732, 1.4e9, 0.1e9),
     ("kda_lm_340m", {}, 386_994_368, 3.8e8, 0.2e8),
     ("kda_lm_1.3b", {}, 1_390_941_568, 1.4e9, 0.1e9),
+    ("hqlt_lm_340m", {}, 399_233_024, None, 0),  # Irie et al. 2025, as configured in their code
+    ("hqlt_lm_1.3b", {}, 1_465_750_528, None, 0),
     ("xlstm_lm_7b", {}, 6_865_424_896, 6_865_424_896, 1),  # Beck et al. 2025, as counted in transformers
     ("rwkv7_lm_0.1b", {}, 191_034_624, 191_034_624, 1),  # Peng et al. 2025, Table 2
     ("rwkv7_lm_0.4b", {}, 450_767_872, 450_767_872, 1),
@@ -120,7 +122,7 @@ def test_names_follow_the_grammar_and_belong_to_the_model():
         rule = rf"softmax|delta_rnn|recurrent_delta|mlstm|({rules})(_({maps}))?"
         assert re.fullmatch(rf"({rule})_lm_[a-z0-9]+(_[a-z]+)?", arch)
         assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
-    tiny = {f"{name}_lm_tiny" for name in ("delta_net", "gated_deltanet", "kda", "rwkv7", "xlstm")}
+    tiny = {f"{name}_lm_tiny" for name in ("delta_net", "gated_deltanet", "hqlt", "kda", "rwkv7", "xlstm")}
     assert tiny | {arch for arch, *_ in PUBLISHED} == {*PRESETS, *XL_PRESETS, *MODERN_PRESETS}
 
 

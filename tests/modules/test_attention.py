@@ -23,7 +23,7 @@ from support.pairwise import looped
 from torch.nn import functional as F
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState, RecurrentDelta
+from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState, Hybrid, RecurrentDelta
 from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import (
@@ -221,14 +221,14 @@ def scores_by_definition(layer, x):
         if positions.content_bias is not None:
             scores = scores + (k * positions.content_bias[:, None]).sum(-1).unsqueeze(2)  # (c)
     else:
-        if layer.rope_theta is not None:
-            frequencies = layer.rope_theta ** -(torch.arange(0, size, 2).double() / size)
-            if layer.rope_scaling is not None:
+        if layer.memory.rope_theta is not None:
+            frequencies = layer.memory.rope_theta ** -(torch.arange(0, size, 2).double() / size)
+            if layer.memory.rope_scaling is not None:
                 frequencies = torch.tensor([scaled(float(frequency)) for frequency in frequencies]).double()
             angles = torch.arange(count)[:, None] * frequencies
             q, k = (torch.complex(*part.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles) for part in (q, k))
         scores = (q @ k.mH).real
-    unseen = (distance < 0) | (distance >= (getattr(layer, "window", None) or count))
+    unseen = (distance < 0) | (distance >= (getattr(layer, "memory", layer).window or count))
     return v, (scores / size**0.5).masked_fill(unseen, -torch.inf)
 
 
@@ -250,6 +250,34 @@ def by_definition(layer, x):
 
 NORMALISED = {"kv_heads": 1, "head_dim": 10, "qk_norm": True, "norm_epsilon": 0.5, "rope_theta": 50.0}
 NORMALISED["rope_scaling"] = "4,2,5,40"
+
+
+@looped("mix, rope_theta", [("channel", None), ("head", 20.0), ("sum", None)])
+@looped("pieces", [[9], [1] * 5, [4, 7]])
+def test_the_hybrid_is_its_equations(mix, rope_theta, pieces):
+    layer = Hybrid(DIM, HEADS, window=4, rope_theta=rope_theta, mix=mix, norm_epsilon=0.5).double()
+    torch.nn.init.normal_(layer.read_out_norm.weight, 1.0, 0.5)
+    x, state, outs = random(2, sum(pieces), DIM), None, []
+    for piece in x.split(pieces, 1):
+        y, state = layer(piece, state)
+        outs.append(y)
+    values, scores = scores_by_definition(layer, x)
+    values = values * values.sigmoid()
+    recent = scores.softmax(-1) @ values
+    q, k, _ = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in layer.in_proj(x).chunk(3, -1))
+    q, k = ((u / (u.square().sum(-1, keepdim=True) + 1e-6).sqrt()) for u in (q * q.sigmoid(), k * k.sigmoid()))
+    gates = layer.gates(x).sigmoid().unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    weights, whole = torch.zeros(2, HEADS, DIM // HEADS, DIM // HEADS).double(), []
+    for t in range(x.shape[1]):
+        error = values[:, :, t] - (k[:, :, t, None] @ weights)[:, :, 0]
+        weights = weights + k[:, :, t, :, None] * (gates[:, :, t, :1] * error)[:, :, None]
+        whole.append((q[:, :, t, None] @ weights)[:, :, 0] / (DIM // HEADS) ** 0.5)
+    whole, gates = torch.stack(whole, 2), gates[..., 1:]
+    of_whole, of_recent = {"channel": (gates, 1 - gates), "head": gates.split(1, -1), "sum": (1, 1)}[mix]
+    mixed = of_whole * whole + of_recent * recent
+    normal = mixed / (mixed.square().mean(-1, keepdim=True) + 0.5).sqrt() * layer.read_out_norm.weight
+    torch.testing.assert_close(torch.cat(outs, 1), layer.out_proj(normal.transpose(1, 2).flatten(2)))
+    torch.testing.assert_close(state.weights, weights)
 
 
 @looped("window", [None, 1, 2, 3, 5, 6, 8, 40])

@@ -5,6 +5,7 @@ from support.pairwise import pairwise
 
 from fairseq_fwp.modules.attention import FastWeightAttention
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
+from fairseq_fwp.modules.attention.hybrid import Hybrid
 from fairseq_fwp.modules.attention.mlstm import Mlstm
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.recurrent_delta import RecurrentDelta
@@ -59,6 +60,8 @@ BASELINES = {
     ("local", "rotary"): lambda: SoftmaxAttention(DIM, HEADS, window=4, **ROTARY),
     ("softmax", "normalised"): lambda: SoftmaxAttention(DIM, HEADS, **NORMALISED),
     ("delta_rnn",): lambda: DeltaRnn(DIM, HEADS, FEATURE_MAPS["elu"](4), sum_normalization=SumNormalization()),
+    ("hybrid",): lambda: Hybrid(DIM, HEADS, window=6, negative_eigenvalues=True, backend="reference"),
+    ("hybrid", "rotary"): lambda: Hybrid(DIM, HEADS, window=4, rope_theta=30.0, mix="head", backend="reference"),
     ("mlstm",): lambda: Mlstm(DIM, HEADS, key_dim=5, backend="reference"),
     ("recurrent_delta",): lambda: RecurrentDelta(DIM, HEADS),
     ("time_mix",): lambda: TimeMix(DIM, HEADS, backend="reference"),

@@ -63,6 +63,7 @@ LANGUAGE_MODELS = {
     "rotary last": ("delta_net_lm_tiny", {"softmax_layers": "1", **ROTARY, **WIDE}),
     "rotary": ("softmax_lm_wt103", {**LLAMA, "attention_head_dim": 6, "attention_qk_norm": True}),
     "rotary in a window": ("softmax_lm_wt103", {**LLAMA, "attention_window": 3, "output_layer": "untied"}),
+    "hybrid": ("hqlt_lm_tiny", {"attention_window": 3}),
     "recurrent": ("recurrent_delta_lm_wt103", {"scale_read_out": True}),
     "softmax and recurrence": ("delta_rnn_lm_wt103", {"softmax_layers": "0", "no_token_positional_embeddings": True}),
 }

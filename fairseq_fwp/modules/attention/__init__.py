@@ -5,6 +5,7 @@ A new one is a file here, and a line of `models.attentions.ATTENTIONS`, the tabl
 
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
+from fairseq_fwp.modules.attention.hybrid import Hybrid
 from fairseq_fwp.modules.attention.linear import LinearAttention
 from fairseq_fwp.modules.attention.memory import FastWeightState
 from fairseq_fwp.modules.attention.mlstm import Mlstm
@@ -21,6 +22,7 @@ __all__ = [
     "DeltaRnn",
     "FastWeightAttention",
     "FastWeightState",
+    "Hybrid",
     "KeyValueCache",
     "LinearAttention",
     "Mlstm",

@@ -5,6 +5,7 @@ values, D embed_dim.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -33,6 +34,99 @@ class KeyValueCache(NamedTuple):
         start = max(self.keys.shape[2] - count, 0)
         padding = None if self.padding is None else self.padding[:, start:]
         return KeyValueCache(self.keys[:, :, start:], self.values[:, :, start:], padding)
+
+
+@dataclass
+class KeyValueMemory:
+    """Keys and values of tokens, without parameters, which softmax(q k^T / sqrt(d)) reads.
+
+    window: w, the number of tokens that a token sees, itself included, None = all before it too;
+    rope_theta: base of the angles by which q and k are rotated, None = no rotation: see `rotate`;
+    rope_scaling: arguments of `scale_frequencies`, None = not scaled. Raises ValueError for a window below 1.
+    """
+
+    window: int | None = None
+    rope_theta: float | None = None
+    rope_scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        check(self.window is None or self.window >= 1, f"`window` must be at least 1 token, got {self.window}")
+
+    def read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: KeyValueCache | None = None,
+        padding: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> tuple[Tensor, KeyValueCache]:
+        """Return the output (B, H, L, d) of q, after k and v (B, G, L, d) are added, and the cache of what is kept.
+
+        padding (B, L): True at tokens that other tokens do not attend to and windows do not count; dropout: of the
+        attention weights.
+        """
+        cache = extend(state, k, v, padding)
+        if self.window is None:
+            return self._attend(q, cache, dropout), cache
+        if cache.padding is None:
+            y = self._attend_within(self.window, q, cache, dropout)
+        else:
+            alignment = Alignment(cache.padding, q.shape[2])
+            cache = KeyValueCache(alignment.align(cache.keys), alignment.align(cache.values), alignment.padding)
+            y = alignment.restore(self._attend_within(self.window, alignment.align_queries(q), cache, dropout))
+        return y, cache.last(self.window - 1)
+
+    def tokens(self, length: int, carried: bool = False) -> int:
+        """Return how many tokens it keeps of a sequence of `length`, or of such segments if the state is carried."""
+        if self.window is None:
+            return length
+        return self.window if carried else min(length, self.window)
+
+    def _attend(self, q: Tensor, cache: KeyValueCache, dropout: float) -> Tensor:
+        """Attend to the whole cache, whose last tokens are those of q (B, H, L, d)."""
+        length, total = q.shape[2], cache.keys.shape[2]
+        masked = cache.padding is not None or length not in (1, total)
+        mask = visible_keys(length, total, cache.padding, q.device) if masked else None
+        causal = mask is None and length > 1 and length == total  # one token sees all: a graph needs no comparison
+        q, keys = self.turn(q, cache)
+        return attend(q, keys, cache.values, mask, dropout, causal)
+
+    def _attend_within(self, window: int, q: Tensor, cache: KeyValueCache, dropout: float) -> Tensor:
+        """Attend in blocks of b <= w queries, each over the w - 1 + b keys that its tokens see."""
+        batch, _, length, _ = q.shape
+        total, past = cache.keys.shape[2], window - 1
+        q, keys = self.turn(q, cache)
+        block = max(min(window, length), 1)
+        before, fill = past - (total - length), -length % block if length else 1
+        keys, values = (
+            F.pad(part, (0, 0, before, fill)).unfold(2, past + block, block).transpose(-1, -2)
+            for part in (keys, cache.values)
+        )  # (B, G, n, w - 1 + b, d)
+        queries = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, block))
+        padding = q.new_zeros(batch, total, dtype=torch.bool) if cache.padding is None else cache.padding
+        padding = F.pad(padding, (before, fill), value=True).unfold(1, past + block, block)  # (B, n, w - 1 + b)
+        columns = torch.arange(past + block, device=q.device)
+        distance = columns[past:, None] - columns
+        band = (distance >= 0) & (distance < window)
+        # A padded query sees itself: a row without visible keys would be NaN.
+        visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
+        queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
+        y = attend(queries, keys, values, visible.flatten(0, 1).unsqueeze(1), dropout)  # (B n, H, b, d)
+        return y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+    def turn(self, q: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
+        """Return q and all keys, rotated by their places among the tokens of the cache, if the attention rotates.
+
+        Only differences of places matter: the cache may begin at any token. Padding has no place.
+        """
+        keys, padding = cache.keys, cache.padding
+        if self.rope_theta is None:
+            return q, keys
+        total = keys.shape[2]
+        places = torch.arange(total, device=q.device) if padding is None else (~padding).long().cumsum(1).unsqueeze(1)
+        turned = partial(rotate, theta=self.rope_theta, scaling=self.rope_scaling)
+        return turned(q, places[..., total - q.shape[2] :]), turned(keys, places)
 
 
 class SoftmaxAttention(Attention[KeyValueCache]):
@@ -86,12 +180,9 @@ class SoftmaxAttention(Attention[KeyValueCache]):
             check(size % 2 == 0, f"`rope_theta` must be left out with heads of an odd size, got heads of {size}")
         rotates = rope_theta is not None or rope_scaling is None
         check(rotates, "`rope_theta` must be given with `rope_scaling`, got none")
-        check(window is None or window >= 1, f"`window` must be at least 1 token, got {window}")
-        self.window = window
+        self.memory = KeyValueMemory(window, rope_theta, None if rope_scaling is None else read_scaling(rope_scaling))
         self.constant_state = window is not None
         self.dropout = dropout
-        self.rope_theta = rope_theta
-        self.rope_scaling = None if rope_scaling is None else read_scaling(rope_scaling)
         self.sizes = [heads * size, shared * size, shared * size]
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=bias or qkv_bias)
         self.query_norm, self.key_norm = (layer_norm(size, True, norm_epsilon) if qk_norm else None for _ in range(2))
@@ -110,51 +201,8 @@ class SoftmaxAttention(Attention[KeyValueCache]):
         key_padding_mask (B, L): True at tokens that other tokens do not attend to and windows do not count.
         """
         self.refuse_documents(first)
-        q, k, v = self.project(x)
-        cache = extend(state, k, v, key_padding_mask)
-        if self.window is None:
-            return self.out_proj(self.merge_heads(self._attend(q, cache))), cache
-        if cache.padding is None:
-            y = self._attend_within(self.window, q, cache)
-        else:
-            alignment = Alignment(cache.padding, x.shape[1])
-            cache = KeyValueCache(alignment.align(cache.keys), alignment.align(cache.values), alignment.padding)
-            y = alignment.restore(self._attend_within(self.window, alignment.align_queries(q), cache))
-        return self.out_proj(self.merge_heads(y)), cache.last(self.window - 1)
-
-    def _attend(self, q: Tensor, cache: KeyValueCache) -> Tensor:
-        """Attend to the whole cache, whose last tokens are those of q (B, H, L, d)."""
-        length, total = q.shape[2], cache.keys.shape[2]
-        masked = cache.padding is not None or length not in (1, total)
-        mask = visible_keys(length, total, cache.padding, q.device) if masked else None
-        dropout = self.dropout if self.training else 0.0
-        causal = mask is None and length > 1 and length == total  # one token sees all: a graph needs no comparison
-        q, keys = self.turn(q, cache)
-        return attend(q, keys, cache.values, mask, dropout, causal)
-
-    def _attend_within(self, window: int, q: Tensor, cache: KeyValueCache) -> Tensor:
-        """Attend in blocks of b <= w queries, each over the w - 1 + b keys that its tokens see."""
-        batch, _, length, _ = q.shape
-        total, past = cache.keys.shape[2], window - 1
-        q, keys = self.turn(q, cache)
-        block = max(min(window, length), 1)
-        before, fill = past - (total - length), -length % block if length else 1
-        keys, values = (
-            F.pad(part, (0, 0, before, fill)).unfold(2, past + block, block).transpose(-1, -2)
-            for part in (keys, cache.values)
-        )  # (B, G, n, w - 1 + b, d)
-        queries = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, block))
-        padding = q.new_zeros(batch, total, dtype=torch.bool) if cache.padding is None else cache.padding
-        padding = F.pad(padding, (before, fill), value=True).unfold(1, past + block, block)  # (B, n, w - 1 + b)
-        columns = torch.arange(past + block, device=q.device)
-        distance = columns[past:, None] - columns
-        band = (distance >= 0) & (distance < window)
-        # A padded query sees itself: a row without visible keys would be NaN.
-        visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
-        queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
-        mask, dropout = visible.flatten(0, 1).unsqueeze(1), self.dropout if self.training else 0.0
-        y = attend(queries, keys, values, mask, dropout)  # (B n, H, b, d)
-        return y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
+        y, cache = self.memory.read(*self.project(x), state, key_padding_mask, self.dropout if self.training else 0.0)
+        return self.out_proj(self.merge_heads(y)), cache
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, L, d), k and v (B, G, L, d) of x (B, L, D)."""
@@ -164,23 +212,8 @@ class SoftmaxAttention(Attention[KeyValueCache]):
             q, k = self.query_norm(q), self.key_norm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def turn(self, q: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
-        """Return q and all keys, rotated by their places among the tokens of the cache, if the attention rotates.
-
-        Only differences of places matter: the cache may begin at any token. Padding has no place.
-        """
-        keys, padding = cache.keys, cache.padding
-        if self.rope_theta is None:
-            return q, keys
-        total = keys.shape[2]
-        places = torch.arange(total, device=q.device) if padding is None else (~padding).long().cumsum(1).unsqueeze(1)
-        turned = partial(rotate, theta=self.rope_theta, scaling=self.rope_scaling)
-        return turned(q, places[..., total - q.shape[2] :]), turned(keys, places)
-
     def state_size(self, length: int, carried: bool = False) -> int:
-        if self.window is not None:
-            length = self.window if carried else min(length, self.window)
-        return 2 * length * self.sizes[1]  # keys and values
+        return 2 * self.memory.tokens(length, carried) * self.sizes[1]  # keys and values
 
 
 def rotate(x: Tensor, places: Tensor, theta: float, scaling: Scaling | None = None) -> Tensor:

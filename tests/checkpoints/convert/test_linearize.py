@@ -329,7 +329,7 @@ def test_kept_layers_have_all_options_of_softmax(options):
     hybrid = linearize(source, *target("delta", "elu", keep_softmax_layers="1", sum_normalization=True))
     assert options.items() <= hybrid.flags.items()
     kept, before = (build(of).double().decoder.layers[1].self_attn for of in (hybrid, source))
-    assert type(kept) is type(before) is SoftmaxAttention and kept.window == options["attention_window"]
+    assert type(kept) is type(before) is SoftmaxAttention and kept.memory.window == options["attention_window"]
     torch.testing.assert_close(kept(x)[0], before(x)[0])
 
 
