@@ -36,7 +36,7 @@ from pathlib import Path
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.checkpoints.convert import SOURCES, TARGETS
-from fairseq_fwp.checkpoints.convert.checkpoint import check
+from fairseq_fwp.checkpoints.convert.checkpoint import check_weights
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options
 from fairseq_fwp.checkpoints.linearize import linearize
 from fairseq_fwp.checkpoints.pretrained.dictionary import DICTIONARY
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         words = source.words(args.checkpoint, args.vocabulary)
         conversion = source.convert(tensors, words, Options({**saved, **options}))
         if attention is not None:
-            check(conversion)
+            check_weights(conversion)
             conversion = linearize(conversion, *attention)
         TARGETS[args.to](conversion, args.out)
         report(args, conversion)

@@ -108,8 +108,7 @@ def count_characters(dictionary: "Dictionary", tokens: int, expected: int | None
 def read_protocol(args: Namespace, model: "FairseqLanguageModel", task: "FairseqTask") -> "Protocol":
     """The protocol that the arguments name; ValueError where the model, or the task's settings, cannot follow it."""
     from fairseq_fwp.evaluation import DynamicRule, Protocol
-    from fairseq_fwp.models.attention_options import flag
-    from fairseq_fwp.patches.options import setting
+    from fairseq_fwp.patches.options import flag, setting
 
     limit = model.max_positions()
     window = args.tokens_per_sample or min(setting(task, "tokens_per_sample", None) or limit, limit)

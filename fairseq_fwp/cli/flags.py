@@ -17,13 +17,12 @@ from fairseq.models import (
 )
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY, FairseqTask
 
-from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.attentions import ATTENTIONS, MAPS, NORMALIZATIONS, SHARED, Kind
 from fairseq_fwp.models.fast_weight_layer.model import LAYER_OPTIONS
 from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention.base import Heads
-from fairseq_fwp.patches.options import Settings, word
+from fairseq_fwp.patches.options import Settings, flag, word
 from fairseq_fwp.tasks.synthetic.memory import FastWeightMemory
 from fairseq_fwp.tasks.synthetic.model import MEMORY
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.checkpoints.convert import SOURCES
-from fairseq_fwp.checkpoints.convert.checkpoint import CHECKPOINT, FLAGS, check, dictionaries, write
+from fairseq_fwp.checkpoints.convert.checkpoint import CHECKPOINT, FLAGS, check_weights, dictionaries, write
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Source
 from fairseq_fwp.checkpoints.convert.fairseq import LANGUAGES, TRANSLATION_MODELS
 from fairseq_fwp.checkpoints.linearize import linearize
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         languages = {name: value for name in LANGUAGES if (value := getattr(args, name)) is not None}
         words = source.words(args.checkpoint, args.vocabulary)
         conversion = source.convert(tensors, words, Options({**settings, **languages}))
-        check(conversion)
+        check_weights(conversion)
         conversion = linearize(conversion, *attention)
         write(conversion, args.out)
         report(conversion, args.out)

@@ -1,7 +1,7 @@
 """The options of attention, described once, for flags, warnings, checks of checkpoints and docs/flags.md.
 
 An option is one field, under the heading of its class. The tables in `attentions` say which argument of an attention, a
-map or a normalisation it becomes. Metadata `same_function`: see options.py.
+map or a normalisation it becomes. Metadata `same_function`: see patches/options.py.
 """
 
 import re
@@ -16,7 +16,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq_fwp.modules.attention.hybrid import MIXES
 from fairseq_fwp.modules.attention.read_out import OUTPUT_GATES
 from fairseq_fwp.modules.feature_maps import DRAWS
-from fairseq_fwp.patches.options import option
+from fairseq_fwp.patches.options import flag, option
 
 
 @dataclass
@@ -192,8 +192,3 @@ def naming_flags(names: Mapping[str, str]) -> Iterator[None]:
     except ValueError as error:
         by_argument = {f"`{argument}`": flag(name) for argument, name in names.items()}
         raise ValueError(re.sub(r"`\w+`", lambda word: by_argument.get(word[0], word[0]), str(error))) from None
-
-
-def flag(name: str) -> str:
-    """Return the flag of an option."""
-    return f"--{name.replace('_', '-')}"

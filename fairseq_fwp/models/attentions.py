@@ -208,7 +208,7 @@ def construct(
         return make(*leading, **{**words, **parts})
 
 
-def build_attention(
+def make_attention(
     cfg: AttentionOptions, embed_dim: int, num_heads: int, name: str | None = None, depth: float = 0.0
 ) -> AnyAttention:
     """Return the causal attention of the configuration. Raises ValueError that names the flag for an invalid one.

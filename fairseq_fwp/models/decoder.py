@@ -16,7 +16,7 @@ from fairseq.models import FairseqIncrementalDecoder
 from omegaconf import II
 from torch import Tensor, nn
 
-from fairseq_fwp.models.attention_options import flag, naming_flags
+from fairseq_fwp.models.attention_options import naming_flags
 from fairseq_fwp.models.attentions import ATTENTIONS
 from fairseq_fwp.models.graphs import Shapes, StepGraph, TrunkGraphs, split
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
@@ -32,7 +32,7 @@ from fairseq_fwp.modules.positions import LearnedPositions
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.rule import is_transformed
-from fairseq_fwp.patches.options import Settings, option
+from fairseq_fwp.patches.options import Settings, flag, option
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,17 @@ class DecoderState(NamedTuple):
         return DecoderState(reset(self.layers, rows), reset(self.positions, rows))
 
 
+class Decoded(NamedTuple):
+    """What incremental decoding keeps: the state after `read` tokens of the prefix.
+
+    rows (B,): the rows of the state that the next token continues, as beam search has selected them; None = all.
+    """
+
+    state: DecoderState | None
+    read: int = 0
+    rows: Tensor | None = None
+
+
 STATES: set[type[StateTree]] = {
     DecoderState,
     LayerState,
@@ -189,13 +200,13 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
                 cfg.decoder_embed_dim,
                 cfg.decoder_ffn_embed_dim,
                 utils.get_activation_fn(str(cfg.activation_fn)),
-                cfg.dropout,
-                cfg.activation_dropout,
-                cfg.decoder_normalize_before,
-                cfg.rms_norm,
-                cfg.norm_epsilon,
-                cfg.swiglu,
-                TokenShift(dim, [(1 - index / cfg.decoder_layers) ** 4]) if cfg.channel_mix else None,
+                dropout=cfg.dropout,
+                activation_dropout=cfg.activation_dropout,
+                normalize_before=cfg.decoder_normalize_before,
+                rms_norm=cfg.rms_norm,
+                norm_epsilon=cfg.norm_epsilon,
+                swiglu=cfg.swiglu,
+                token_shift=TokenShift(dim, [(1 - index / cfg.decoder_layers) ** 4]) if cfg.channel_mix else None,
             )
             for index in range(cfg.decoder_layers)
         )
@@ -246,7 +257,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         if incremental_state is None:
             x, state = self.extract_features(prev_output_tokens, state, first=first)
         else:
-            state, read, rows = self.get_incremental_state(incremental_state, "state") or (state, 0, None)
+            state, read, rows = self.get_incremental_state(incremental_state, "state") or Decoded(state)
             tokens = prev_output_tokens[:, read:]
             if graphed := self.score_by_graph(tokens, state, rows) if scored else None:
                 x, state = graphed
@@ -255,7 +266,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
                 x, state = self.step(tokens, state, read)
                 # fairseq's generator divides the first value by --temperature: dividing features would miss the biases.
                 x = self.adaptive_softmax.get_log_prob(x, None) if scored else x
-            self.set_incremental_state(incremental_state, "state", (state, prev_output_tokens.shape[1], None))
+            self.set_incremental_state(incremental_state, "state", Decoded(state, prev_output_tokens.shape[1]))
         if not (scored or features_only):
             x = self.output_layer(x)
         return x, {"attn": [None], "state": state, "scored": scored}
@@ -388,12 +399,11 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         return self.max_target_positions
 
     def reorder_incremental_state(self, incremental_state: Settings, new_order: Tensor) -> None:
-        """Keep the rows new_order of the decoding state, as beam search selects them."""
-        decoded = self.get_incremental_state(incremental_state, "state")
+        """Keep the rows new_order of the decoding state, as beam search selects them: with the next token."""
+        decoded: Decoded | None = self.get_incremental_state(incremental_state, "state")
         if decoded is not None:
-            state, read, rows = decoded  # it is done with the next token
-            rows = new_order if rows is None else rows.index_select(0, new_order)
-            self.set_incremental_state(incremental_state, "state", (state, read, rows))
+            rows = new_order if decoded.rows is None else decoded.rows.index_select(0, new_order)
+            self.set_incremental_state(incremental_state, "state", decoded._replace(rows=rows))
 
     def state_size(self, length: int, carried: bool = False) -> int:
         """Return the numbers in the state, see `Attention`; counted as in Schlag et al. 2021, Table 4."""

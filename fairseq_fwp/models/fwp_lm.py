@@ -15,7 +15,7 @@ from fairseq_fwp.models.attention_options import AttentionOptions, add_choices
 from fairseq_fwp.models.attentions import (
     ATTENTIONS,
     attention_name,
-    build_attention,
+    make_attention,
     rule_choices,
     unused_options,
     used_options,
@@ -139,7 +139,7 @@ class FwpDecoder(LanguageModelDecoder):
     def build_attention(self, cfg: FwpLanguageModelConfig, index: int) -> AnyAttention:
         names = layer_attentions(cfg)
         depth = (index - names.index(names[index])) / len(names)  # of the first of its kind 0
-        return build_attention(cfg, *cfg.attention_sizes, names[index], depth)
+        return make_attention(cfg, *cfg.attention_sizes, names[index], depth)
 
 
 def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:

@@ -12,7 +12,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor, nn
 
 from fairseq_fwp.models.attention_options import AttentionOptions, naming_flags
-from fairseq_fwp.models.attentions import ATTENTIONS, build_attention, build_division, build_map, construct
+from fairseq_fwp.models.attentions import ATTENTIONS, build_division, build_map, construct, make_attention
 from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeightState, LinearAttention
 from fairseq_fwp.modules.attention.base import check_heads, reorder
 from fairseq_fwp.modules.feature_maps import FeatureMap
@@ -121,7 +121,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig, **options: object) -> nn.Module:
         if cfg.decoder_update_rule == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg, **options)
-        attention = build_attention(read_options(AttentionOptions, cfg), embed_dim, cfg.decoder_attention_heads)
+        attention = make_attention(read_options(AttentionOptions, cfg), embed_dim, cfg.decoder_attention_heads)
         if not isinstance(attention, FastWeightAttention):
             raise ValueError(
                 f"--decoder-update-rule must be softmax or one of {', '.join(UPDATE_RULES)} in translation, got "

@@ -39,6 +39,7 @@ class DecoderLayer(nn.Module):
         embed_dim: int,
         ffn_embed_dim: int,
         activation: Callable[[Tensor], Tensor],
+        *,
         dropout: float = 0.0,
         activation_dropout: float = 0.0,
         normalize_before: bool = False,

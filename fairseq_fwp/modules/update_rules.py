@@ -153,7 +153,7 @@ def rwkv7_decay(x: Tensor) -> Tensor:
     return torch.exp(-math.exp(-0.5) * torch.sigmoid(x))
 
 
-def unit_length(x: Tensor, epsilon: float = 0.0) -> Tensor:
+def to_unit_length(x: Tensor, epsilon: float = 0.0) -> Tensor:
     """Return x / ||x|| along the last dimension, in float32 or wider: the epsilon is too small for float16.
 
     epsilon: added to ||x||^2; by default the length has a lower bound.
@@ -217,7 +217,7 @@ UPDATE_RULES = {
         ops.rwkv7_rule,
         (
             Gate("decay", size="Dk", rank="Dv", bias=torch.zeros, at_padding=1, activation=rwkv7_decay),
-            Gate("removal_key", size="Dk", activation=unit_length),
+            Gate("removal_key", size="Dk", activation=to_unit_length),
             Gate("removal_rate", size="Dk", rank="Dv", bias=torch.zeros, at_padding=0),
         ),
         normaliser=None,

@@ -56,9 +56,13 @@ def plain(settings: Any) -> Settings:
     return dict(OmegaConf.to_container(settings, resolve=True, enum_to_str=True))
 
 
+def flag(name: str) -> str:
+    """Return the flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
 def as_given(name: str, value: Any) -> str:
     """Return an option as on the command line."""
-    flag = f"--{name.replace('_', '-')}"
     if value is None or value is False:
-        return f"no {flag}"
-    return flag if value is True else f"{flag} {value}"
+        return f"no {flag(name)}"
+    return flag(name) if value is True else f"{flag(name)} {value}"

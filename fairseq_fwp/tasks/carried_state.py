@@ -1,15 +1,14 @@
 """The state that a model carries from one segment of its streams to the next: see `decoding.StreamingDecoder`."""
 
 import io
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.decoding import Extra, Sample, Segment, State, segment_of
-
-Result = TypeVar("Result")
 
 
 class Carried(NamedTuple):
@@ -28,14 +27,16 @@ class CarriedState:
         self._updated = False
         self._saved: Tensor | None = None
 
-    def step(self, model: nn.Module, sample: Sample, compute: Callable[[dict[str, Any]], Result]) -> Result:
-        """Return compute(sample); the model gets the state of the sample's streams, and its new state is kept.
+    @contextmanager
+    def carried(self, model: nn.Module, sample: Sample) -> Iterator[Sample]:
+        """Give the sample with the state of its streams, for a block that calls the model, whose new state is kept.
 
-        If it fails, the old state is kept: after running out of memory, a stream continues without that segment.
+        If the block fails, the old state is kept: after running out of memory, a stream continues without that segment.
         """
         segment = segment_of(sample)
         if segment is None:  # all streams have ended
-            return compute(sample)
+            yield sample
+            return
         device = sample["net_input"]["src_tokens"].device
         net_input = {**sample["net_input"], "state": self._before(segment, device)}
         # A hook, because criteria only read the first value that a model returns.
@@ -46,11 +47,10 @@ class CarriedState:
 
         hook = model.register_forward_hook(keep)
         try:
-            result = compute({**sample, "net_input": net_input})
+            yield {**sample, "net_input": net_input}
         finally:
             hook.remove()
         self._now = Carried(segment["segment"] + 1, tuple(segment["streams"]), states[-1].detach())
-        return result
 
     def continue_with(self, sample: Sample) -> tuple["CarriedState", Sample]:
         """Return a copy for other streams, which continue these in turn, and their first batch, no longer fresh.

@@ -3,7 +3,7 @@
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Optional, TypeAlias
 
@@ -208,7 +208,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         return super().eval_lm_dataloader(dataset, *args, **kwargs)
 
     def train_step(self, sample: Sample, model: FairseqLanguageModel, *args: object, **kwargs: object) -> StepResult:
-        return self._carry(self.training_state, super().train_step, sample, model, *args, **kwargs)
+        with self._carried(self.training_state, model, sample) as sample:
+            return super().train_step(sample, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: FairseqLanguageModel, update_num: int) -> None:
         super().optimizer_step(optimizer, model, update_num)
@@ -217,23 +218,14 @@ class FwpLanguageModelingTask(LanguageModelingTask):
     def valid_step(self, sample: Sample, model: FairseqLanguageModel, criterion: FairseqCriterion) -> StepResult:
         if self.args.validate_from_training_state and sample.get("segment") == 0:
             self.validation_state, sample = self.training_state.continue_with(sample)
-        result = self._carry(self.validation_state, super().valid_step, sample, model, criterion)
+        with self._carried(self.validation_state, model, sample) as sample:
+            result = super().valid_step(sample, model, criterion)
         if sample.get("last"):
             self.validation_state = CarriedState()  # its memory is for training
         return result
 
-    def _carry(
-        self,
-        state: CarriedState,
-        step: Callable[..., StepResult],
-        sample: Sample,
-        model: FairseqLanguageModel,
-        *args: object,
-        **kw: object,
-    ) -> StepResult:
-        """Run fairseq's step; the model gets the carried state of the sample's streams."""
-
-        def compute(sample: Sample) -> StepResult:
-            return step(sample, model, *args, **kw)
-
-        return state.step(model, sample, compute) if self.args.carry_state else compute(sample)
+    def _carried(
+        self, state: CarriedState, model: FairseqLanguageModel, sample: Sample
+    ) -> AbstractContextManager[Sample]:
+        """Give the sample for a step of fairseq's, with the state of its streams if one is carried."""
+        return state.carried(model, sample) if self.args.carry_state else nullcontext(sample)

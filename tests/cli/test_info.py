@@ -6,12 +6,12 @@ from support.pairwise import looped
 from support.refusals import refused
 
 from fairseq_fwp.cli import flags, info
-from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.ops import kernels
 from fairseq_fwp.ops.kernels import library, self_check
+from fairseq_fwp.patches.options import flag
 
 ARCHS = [(model, arch) for model, presets in PRESETS_OF_MODELS.items() for arch in presets]
 

@@ -15,8 +15,9 @@ from support.pairwise import looped
 from support.small_models import SMALL, build, build_model, configure, make_dictionary
 
 from fairseq_fwp.cli import flags
-from fairseq_fwp.models.attention_options import flag, naming_flags
+from fairseq_fwp.models.attention_options import naming_flags
 from fairseq_fwp.models.attentions import is_of_attention
+from fairseq_fwp.patches.options import flag
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +51,7 @@ def test_attentions_that_use_a_flag_are_those_that_the_models_have():
         for option in flags.own(owner)
     }
     assert of["attention_window"] == {"softmax", "hybrid"}
-    assert of["attention_dropout"] == {"softmax", "relative"}
+    assert of["attention_dropout"] == {"softmax", "relative", "hybrid"}
     assert of["feature_map"] == {"fast_weight"}
     assert of["attention_bias"] == {"fast_weight", "softmax", "linear"}
     assert of["favor_draw"] == {"map favor"}

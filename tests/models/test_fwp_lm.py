@@ -1,4 +1,4 @@
-"""The language model: its equations, where its flags arrive, and what it keeps. Its laws are in laws/test_models.py."""
+"""The language model: its equations, where its flags arrive, and what it keeps. Its laws are in models/test_laws.py."""
 
 import copy
 from argparse import Namespace

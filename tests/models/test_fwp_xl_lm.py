@@ -1,4 +1,4 @@
-"""Transformer-XL: its memory, its initialisation and half of the loss. Its laws are in laws/test_models.py."""
+"""Transformer-XL: its memory, its initialisation and half of the loss. Its laws are in models/test_laws.py."""
 
 from argparse import Namespace
 

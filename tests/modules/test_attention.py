@@ -154,7 +154,9 @@ def test_uniform_gate_initialisation():
 
 # Without a normalisation outputs have no bound, nor have delta's writes for keys without one: it diverges, as the
 # paper says.
-CORRECTING = ("delta", "gated_delta", "kda", "gdn2")
+CORRECTING = [
+    name for name, rule in UPDATE_RULES.items() if rule.normaliser and rule.normaliser.retrieved and name != "fwm"
+]
 BOUNDED = [kind for kind in FAST_WEIGHTS if kind[2] != "neither" and (kind[0] not in CORRECTING or kind[2] != "output")]
 
 

@@ -24,7 +24,6 @@ import torch
 SIZES = {"layers": "2", "embed-dim": "16", "ffn-embed-dim": "24", "attention-heads": "4"}
 LM = [word for name, size in SIZES.items() for word in (f"--decoder-{name}", size)]
 MT = [*(word.replace("decoder", "encoder") for word in LM), *LM]
-RULES = ("sum", "gated", "gla", "delta", "decay", "gated_delta", "kda", "delta_product", "rwkv7", "gdn2", "fwm")
 NORMALIZATIONS = (
     "--sum-normalization",
     "--attention-normalization",
@@ -90,11 +89,13 @@ def cases():
     """Return flags by name: every architecture, and the options of each model."""
     from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 
+    from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
     tables = {"fwp_lm": LM, "fwp_xl_lm": LM, "fwp_fwl_lm": LM, "fwp_transformer": MT, "fwp_associative_retrieval": []}
     for arch, model in ARCH_MODEL_NAME_REGISTRY.items():
         if model in tables:
             yield arch, ["--arch", arch, *tables[model]]
-    rules = [f"--decoder-update-rule {rule}" for rule in RULES]
+    rules = [f"--decoder-update-rule {rule}" for rule in UPDATE_RULES]
     pairs = [f"{rule} {more}" for rule, more in itertools.product(rules, NORMALIZATIONS)]
     maps = [f"--decoder-feature-map {name}" for name in MAPS]
     maps += [f"{rule} {name}" for rule, name in itertools.product(rules, ("--decoder-feature-map dpfp",))]

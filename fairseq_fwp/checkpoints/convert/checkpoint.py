@@ -147,7 +147,7 @@ def build(conversion: Conversion, cfg: FairseqDataclass | None = None, task: Nam
     return build_filled(lambda: build_empty(conversion, cfg, task), conversion.weights, conversion.flags)
 
 
-def check(conversion: Conversion) -> None:
+def check_weights(conversion: Conversion) -> None:
     """Check that the weights fit the model of the flags, built on the meta device; raise ValueError otherwise."""
     model = sketch(lambda: build_empty(conversion), conversion.weights, conversion.flags)
     check_fit(model, conversion.weights)

@@ -25,11 +25,10 @@ from fairseq_fwp.checkpoints.pretrained import OF_TASK, line_start, read_ours
 from fairseq_fwp.checkpoints.pretrained.checkpoint import MARKS
 from fairseq_fwp.checkpoints.pretrained.checkpoint import read as read_checkpoint
 from fairseq_fwp.checkpoints.pretrained.dictionary import check_words, dictionary_words, read_words
-from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.patches.hooks import KEY
-from fairseq_fwp.patches.options import Settings, word
+from fairseq_fwp.patches.options import Settings, flag, word
 
 # Settings of fairseq that have no counterpart here.
 REFUSED = {

@@ -16,7 +16,7 @@ from fairseq.data import Dictionary
 from torch import Tensor
 
 from fairseq_fwp.checkpoints.convert import folder
-from fairseq_fwp.checkpoints.convert.checkpoint import check
+from fairseq_fwp.checkpoints.convert.checkpoint import check_weights
 from fairseq_fwp.checkpoints.convert.config import (
     FITS,
     POSITIVE,
@@ -34,10 +34,9 @@ from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Sour
 from fairseq_fwp.checkpoints.convert.vocabulary import arrange, take_tables
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
 from fairseq_fwp.checkpoints.pretrained.folder import read as read_folder
-from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import MODERN, RWKV7
-from fairseq_fwp.patches.options import Settings
+from fairseq_fwp.patches.options import Settings, flag
 
 NAME = "flash-linear-attention"
 # Settings that config.json must have, and defaults of those that it may leave out.
@@ -382,7 +381,7 @@ def write(conversion: Conversion, out: Path) -> None:
         if key.endswith(f".self_attn.{name}.0.weight")
     }
     config = complete(config_of({**conversion.flags, **ranks}, len(rows), eos))
-    check(conversion)
+    check_weights(conversion)
     tensors: dict[str, Tensor] = {}
     for ours, theirs in names_of(config):
         joined = conversion.weights[ours]

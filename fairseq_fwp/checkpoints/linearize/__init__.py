@@ -25,7 +25,7 @@ from fairseq_fwp.checkpoints.linearize.options import (
 )
 from fairseq_fwp.checkpoints.linearize.projections import convert_attention, fill_translation, separate_heads
 from fairseq_fwp.checkpoints.pretrained.checkpoint import SEED
-from fairseq_fwp.models.attentions import ATTENTIONS, attention_name, build_attention
+from fairseq_fwp.models.attentions import ATTENTIONS, attention_name, make_attention
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig, layer_attentions
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
@@ -78,7 +78,7 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
     source, options = configure(conversion.flags), {**DEFAULTS, **chosen}
     initialisation = rule_initialisation(options["decoder_update_rule"], method.decay_spans)
     with torch.device("meta"):
-        before = cast(SoftmaxAttention, build_attention(source, *source.attention_sizes))
+        before = cast(SoftmaxAttention, make_attention(source, *source.attention_sizes))
     dropped = () if softmax_layers else ONLY_SOFTMAX
     flags = {
         **{name: value for name, value in conversion.flags.items() if name not in dropped},
@@ -105,11 +105,11 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
             prefix = f"{layer}self_attn."
             softmax = {name: conversion.weights[prefix + name] for name in PARTS if prefix + name in conversion.weights}
             if kind == SOFTMAX:
-                attention = build_attention(cfg, *cfg.attention_sizes, kind)
+                attention = make_attention(cfg, *cfg.attention_sizes, kind)
                 zeros = {name: torch.zeros_like(tensor) for name, tensor in attention.state_dict().items()}
                 attention.to(softmax["in_proj.weight"].dtype).load_state_dict({**zeros, **softmax})
             else:
-                attention = build_attention(cfg, *cfg.attention_sizes)
+                attention = make_attention(cfg, *cfg.attention_sizes)
                 assert isinstance(attention, FastWeightAttention)  # `check_options` refuses others
                 attention.apply(initialize)
                 norm = f"{layer}self_attn_layer_norm.weight"

@@ -7,14 +7,14 @@ from typing import NamedTuple
 from omegaconf import OmegaConf
 
 from fairseq_fwp.checkpoints.convert.conversion import Option
-from fairseq_fwp.models.attention_options import AttentionOptions, flag
+from fairseq_fwp.models.attention_options import AttentionOptions
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_transformer import FastWeightOptions
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.ops.checks import look_up
-from fairseq_fwp.patches.options import Settings, read_options
+from fairseq_fwp.patches.options import Settings, flag, read_options
 
 BY_DIVERGENCE = "kl:"
 

@@ -67,7 +67,7 @@ def convert_attention(
     attention.in_proj.weight[: len(together)] = together[:, :-1]
     if attention.bias is not None:
         attention.bias.copy_(together[:, -1])
-    fill(attention.out_proj, with_bias(softmax, "out_proj"))
+    fill_projection(attention.out_proj, with_bias(softmax, "out_proj"))
 
 
 @torch.no_grad()
@@ -81,9 +81,9 @@ def fill_translation(
         convert_attention(attention, (q, k, v), softmax, attention.num_heads, initialisation)
         return
     module.to(q.dtype)
-    fill(module.q_proj, q * (module.head_dim**-0.5 / module.feature_map.scale**2))
-    fill(module.kv_proj, torch.cat([k, v]))
-    fill(module.out_proj, with_bias(softmax, "out_proj"))
+    fill_projection(module.q_proj, q * (module.head_dim**-0.5 / module.feature_map.scale**2))
+    fill_projection(module.kv_proj, torch.cat([k, v]))
+    fill_projection(module.out_proj, with_bias(softmax, "out_proj"))
 
 
 def several_steps(attention: FastWeightAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def with_bias(softmax: Mapping[str, Tensor], name: str) -> Tensor:
     return torch.cat([weight, weight.new_zeros(len(weight), 1) if bias is None else bias.unsqueeze(1)], dim=1)
 
 
-def fill(projection: nn.Linear, rows: Tensor) -> None:
+def fill_projection(projection: nn.Linear, rows: Tensor) -> None:
     """Write a projection (rows, D + 1) into a layer, whose bias it may lack."""
     projection.weight.copy_(rows[:, :-1])
     if projection.bias is not None:

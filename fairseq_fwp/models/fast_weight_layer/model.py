@@ -91,7 +91,7 @@ LAYER_OPTIONS = {
 }
 
 
-def split(state: DecoderState | None) -> tuple[DecoderState | None, FastWeightLayerState | None]:
+def split_layer(state: DecoderState | None) -> tuple[DecoderState | None, FastWeightLayerState | None]:
     """Return the states of the decoder below the layer and of the layer; None = nothing read."""
     return (None, None) if state is None else (DecoderState(state.layers[:-1], state.positions), state.layers[-1])
 
@@ -130,13 +130,13 @@ class LearningDecoder(LanguageModelDecoder):
     def extract_features(
         self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
     ) -> tuple[Tensor, DecoderState]:
-        base, layer = split(state)
+        base, layer = split_layer(state)
         x, base = self.extract_inputs(tokens, base)
         y, layer = self._adapt(x, tokens, layer)
         return y if last is None else y[:, y.shape[1] - last :], DecoderState((*base.layers, layer), base.positions)
 
     def step(self, tokens: Tensor, state: DecoderState | None, start: int) -> tuple[Tensor, DecoderState]:
-        base, layer = split(state)
+        base, layer = split_layer(state)
         x, base = super().step(tokens, base, start)
         pieces = []
         for begin, end in self.parts_of_segments(start, tokens.shape[1]):

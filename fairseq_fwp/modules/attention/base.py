@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 
 from fairseq_fwp.ops.checks import check
 
-# The state of an attention that is known only when the model is built: a tree of tensors, of its own `State`.
+# The state of an attention that is known only when the model is built: a tree of tensors, of its own `AttentionState`.
 StateTree: TypeAlias = Any
-State = TypeVar("State")
+AttentionState = TypeVar("AttentionState")
 
 
 @runtime_checkable
@@ -56,8 +56,8 @@ class Heads(nn.Module):
         return x.transpose(1, 2).flatten(2)
 
 
-class Attention(Heads, Generic[State]):
-    """Causal attention, as a decoder's layer calls it; State: the type, or the types, of its state.
+class Attention(Heads, Generic[AttentionState]):
+    """Causal attention, as a decoder's layer calls it; AttentionState: the type, or the types, of its state.
 
     constant_state: whether the size of the state has a bound, so that a stream may have any length;
     packs_documents: whether `first` can be given, so that a segment may hold several documents.
@@ -69,16 +69,17 @@ class Attention(Heads, Generic[State]):
     def forward(
         self,
         x: Tensor,
-        state: State | None = None,
+        state: AttentionState | None = None,
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor, AttentionState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token.
 
         state: before the first token, None = nothing was read; key_padding_mask (B, L): True at padding;
         first (B, L): True at tokens that begin a document, before which nothing was read, None = nowhere;
-        shared: what the layers of a model give to later ones in one pass, by name, None = there is no other layer.
+        shared: what the layers of a model give to later ones in one pass, by name, None = there is no other layer. Only
+            time_mix writes into it, the first layer's values.
         Raises ValueError for `first` without `packs_documents`.
         """
         raise NotImplementedError
@@ -119,12 +120,12 @@ def scores_are_cheaper(pairs: int, visits: int, sizes: tuple[int, int]) -> bool:
     return pairs * sum(sizes) < visits * math.prod(sizes)
 
 
-def detach(state: State) -> State:
+def detach(state: AttentionState) -> AttentionState:
     """Return the state detached from the graph (truncated back-propagation through time)."""
     return tree_map(lambda part: part.detach() if isinstance(part, Tensor) else part, state)
 
 
-def reorder(state: State, rows: Tensor) -> State:
+def reorder(state: AttentionState, rows: Tensor) -> AttentionState:
     """Return the rows (B',) of the batch, as beam search selects them. A part with the method `reorder` does it."""
 
     def select(part: object) -> object:
@@ -135,7 +136,7 @@ def reorder(state: State, rows: Tensor) -> State:
     return tree_map(select, state, is_leaf=lambda part: isinstance(part, Reordered))
 
 
-def reset(state: State, rows: Tensor) -> State:
+def reset(state: AttentionState, rows: Tensor) -> AttentionState:
     """Return the state, empty in the rows (B,) that are True. All tokens of a part with `padding` become padding."""
 
     def empty(part: object) -> object:

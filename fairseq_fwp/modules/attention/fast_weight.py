@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.attention import map_kernel
 from fairseq_fwp.modules.attention.base import Attention, head_size
 from fairseq_fwp.modules.attention.convolution import ShortConvolution
 from fairseq_fwp.modules.attention.gates import Gates
@@ -21,12 +22,11 @@ from fairseq_fwp.modules.attention.normalization import (
     fit_normalizations,
 )
 from fairseq_fwp.modules.attention.read_out import ReadOut
-from fairseq_fwp.modules.feature_maps import Favor, FeatureMap, kernel_form
+from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.update_rules import UpdateRule, find_rule
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check
-from fairseq_fwp.ops.projection import Layout, Part, has_kernel, map_projection
 
 
 class FastWeightAttention(Attention[FastWeightState]):
@@ -106,7 +106,8 @@ class FastWeightAttention(Attention[FastWeightState]):
         self.bias = nn.Parameter(torch.zeros(sum(self.mixed_columns))) if bias else None
         self.gates = Gates(rule, update_rule, value_heads, dims, bias, negative_eigenvalues, decay_lower_bound)
         # Parameters have the names and the order that they have in checkpoints and in the states of optimizers.
-        self.gate_biases, self.gate_expansions, self.gate_activations = self.gates.parameters
+        self.gate_biases, self.gate_expansions = self.gates.biases, self.gates.expansions
+        self.gate_activations = self.gates.activations
         if attention_normalization:
             attention_normalization.check_rule(update_rule, rule)
         of_sum, of_attention = fit_normalizations(feature_map, sum_normalization, attention_normalization)
@@ -121,7 +122,7 @@ class FastWeightAttention(Attention[FastWeightState]):
         self.out_proj = nn.Linear(values, embed_dim, bias=bias)
         self.convolution = ShortConvolution(sum(self.mixed_columns), conv_size) if conv_size else None
         self.output_gate = self.read_out.projection(embed_dim, values, output_gate_rank)
-        self.layout = self._find_layout()
+        self.layout = map_kernel.find_layout(self)
         self.gates.initialize()
 
     @property
@@ -161,20 +162,6 @@ class FastWeightAttention(Attention[FastWeightState]):
         """Draw the rule's initial biases of the gates."""
         self.gates.initialize()
 
-    def _find_layout(self) -> Layout | None:
-        """Return what the kernel for map, normalisation and gates needs; None if it does not know this layer."""
-        form, norms = kernel_form(self.feature_map), [norm.form for norm in self.key_normalizations]
-        if form is None or len(norms) > 1 or self.memory.backend not in ("auto", "kernel"):
-            return None
-        values = self.rule.steps, self.value_heads, self.head_dim
-        # The kernel follows a convolution, without the gates.
-        parts = [Part(*values, "silu")] if self.convolution is not None else [Part(*values), *self.gates.parts()]
-        dims = self.num_heads, self.rule.steps, self.key_dim, self.feature_map.feature_dim
-        norm = norms[0] if norms else ("none", False, 0.0)
-        layout = Layout(*dims, form.name, *norm, self.query_scale, form.scale, form.offset, tuple(parts))
-        random = self.feature_map.projection.numel() if isinstance(self.feature_map, Favor) else 0
-        return layout if layout.fits(random) else None
-
     def prepare(
         self,
         x: Tensor,
@@ -191,40 +178,13 @@ class FastWeightAttention(Attention[FastWeightState]):
         if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
             raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
         projected, recent = self.in_proj(x), None
-        has_map = self._has_map(projected)
-        if has_map and self.convolution is None:
-            q, k, v, gates = self.map_at_once(self._add_biases(projected))
+        by_kernel = map_kernel.suits(self, projected)
+        if by_kernel and self.convolution is None:
+            q, k, v, gates = map_kernel.map_with_gates(self, projected)
         else:
             mixed, gates, recent = self.project(projected, state, key_padding_mask, first)
-            q, k, v = self.map_at_once(*mixed)[:3] if has_map else self.map(*mixed)
+            q, k, v = map_kernel.map_convolved(self, *mixed) if by_kernel else self.map(*mixed)
         return (*self.arrange(q, k, v, gates, key_padding_mask), recent)
-
-    def _has_map(self, projected: Tensor) -> bool:
-        """Return whether the kernel computes what PyTorch would, in the same dtypes."""
-        if self.layout is None or not has_kernel(projected) or (self.overflows and projected.dtype == torch.float16):
-            return False
-        # Under autocast, biases make gates float32, and leave values without biases in half precision.
-        autocast = projected.dtype != self.in_proj.weight.dtype
-        return not (autocast and self.bias is None and any(x is not None for x in self.gates.added_biases()))
-
-    def _add_biases(self, projected: Tensor) -> Tensor:
-        """Return a projection with its biases."""
-        biases = [self.bias, *self.gates.added_biases()]
-        if all(bias is None for bias in biases):
-            return projected
-        zeros, sizes = self.in_proj.weight.new_zeros, (sum(self.mixed_columns), *self.gates.columns.values())
-        pairs = zip(biases, sizes, strict=True)
-        return projected + torch.cat([zeros(size) if bias is None else bias for bias, size in pairs])
-
-    def map_at_once(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Return q, k and v as `map`, and gates, by one kernel.
-
-        mixed: a projection with its biases, or the output of a convolution, without gates.
-        """
-        assert self.layout is not None
-        random = self.feature_map.projection if isinstance(self.feature_map, Favor) else None
-        q, k, v, *of_gates = map_projection(mixed, self.layout, random)
-        return self._by_head(q), self._by_head(k), v, self.gates.of_kernel(of_gates) if of_gates else {}
 
     def project(
         self,
@@ -266,10 +226,10 @@ class FastWeightAttention(Attention[FastWeightState]):
         features = self.feature_map(queries_keys)
         for normalization in self.key_normalizations:
             features = normalization(features)
-        q, k = self._by_head(features.to(v.dtype)).split((1, self.rule.steps), 3)
+        q, k = self.features_by_head(features.to(v.dtype)).split((1, self.rule.steps), 3)
         return q * self.query_scale if self.query_scale != 1 else q, k, v
 
-    def _by_head(self, features: Tensor) -> Tensor:
+    def features_by_head(self, features: Tensor) -> Tensor:
         """Return features (B, L, N, num_heads, Dk) as (B, H, L, N, Dk)."""
         features = features.permute(0, 3, 1, 2, 4)
         shared_by = self.value_heads // self.num_heads

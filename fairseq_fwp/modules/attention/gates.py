@@ -65,11 +65,6 @@ class Gates:
         )
         self.activations = nn.ModuleDict({gate: make(heads, sizes[gate]) for gate, make in learned.items()})
 
-    @property
-    def parameters(self) -> tuple[nn.ParameterDict, nn.ModuleDict, nn.ModuleDict]:
-        """The biases, expansions and activations."""
-        return self.biases, self.expansions, self.activations
-
     def initialize(self) -> None:
         """Draw the rule's initial biases."""
         for gate in self.rule.gates:

@@ -13,7 +13,7 @@ from fairseq_fwp import ops
 from fairseq_fwp.modules.attention.base import Attention, head_size
 from fairseq_fwp.modules.attention.softmax import KeyValueCache, KeyValueMemory
 from fairseq_fwp.modules.layer_norm import layer_norm
-from fairseq_fwp.modules.update_rules import unit_length
+from fairseq_fwp.modules.update_rules import to_unit_length
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check, look_up
 
@@ -63,7 +63,7 @@ class Hybrid(Attention[HybridState]):
     ) -> None:
         super().__init__()
         size = head_size(embed_dim, num_heads, None)
-        check(window is not None, "`window` must be given for softmax beside fast weights, got none")
+        check(window is not None, "`window` must be given for softmax next to fast weights, got none")
         self.num_heads = num_heads
         self.dropout = dropout
         self.memory = KeyValueMemory(window, rope_theta)
@@ -93,7 +93,7 @@ class Hybrid(Attention[HybridState]):
             beta = beta.masked_fill(key_padding_mask.unsqueeze(1), 0)
         weights, cache = (None, None) if state is None else state
         recent, cache = self.memory.read(q, k, v, cache, key_padding_mask, self.dropout if self.training else 0.0)
-        q, k = (unit_length(F.silu(at_least_float32(u)), LEAST_SQUARE).to(v.dtype) for u in (q, k))
+        q, k = (to_unit_length(F.silu(at_least_float32(u)), LEAST_SQUARE).to(v.dtype) for u in (q, k))
         whole, weights = ops.delta_rule(q * q.shape[-1] ** -0.5, k, v, beta, weights, backend=self.backend)
         y = self.read_out_norm(self._blend(whole, recent, gates[..., 1:]))
         return self.out_proj(self.merge_heads(y).to(x.dtype)), HybridState(weights, cache)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_fwp.modules.attention import map_kernel
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -57,7 +58,7 @@ def _compute_with_pytorch(layer: FastWeightAttention, x: Tensor) -> list[Tensor]
 
 
 def _compute_with_kernel(layer: FastWeightAttention, x: Tensor) -> list[Tensor]:
-    q, k, v, gates = layer.map_at_once(x)
+    q, k, v, gates = map_kernel.map_with_gates(layer, x)
     return [q, k, v, *gates.values()]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.modules.feature_maps import FeatureMap
-from fairseq_fwp.modules.update_rules import UpdateRule, unit_length
+from fairseq_fwp.modules.update_rules import UpdateRule, to_unit_length
 from fairseq_fwp.ops.arguments import at_least_float32, state_dtype
 from fairseq_fwp.ops.checks import check
 
@@ -84,7 +84,7 @@ class LengthNormalization:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x (..., Dk) of length one, in float32 or wider."""
-        return unit_length(x, self.epsilon)
+        return to_unit_length(x, self.epsilon)
 
     @property
     def form(self) -> Form:

@@ -124,6 +124,7 @@ def _digest(library: Path) -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
+# A child is another program: its result is for all, so it also checks a kernel that lies above this room.
 CHILD = """
 from fairseq_fwp.ops.kernels.self_check import check_in_child
 from fairseq_fwp.modules.attention.map_check import MAPS

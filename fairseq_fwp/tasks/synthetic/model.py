@@ -22,7 +22,7 @@ from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fairseq_fwp.models.attention_options import MemoryOptions, PublicMapOptions, add_choices, flag
+from fairseq_fwp.models.attention_options import MemoryOptions, PublicMapOptions, add_choices
 from fairseq_fwp.models.attentions import (
     Kind,
     build_map,
@@ -38,7 +38,7 @@ from fairseq_fwp.modules.decoding import Sample
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, resample
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.ops.checks import check
-from fairseq_fwp.patches.options import Settings, option, read_options
+from fairseq_fwp.patches.options import Settings, flag, option, read_options
 from fairseq_fwp.tasks.synthetic.memory import FastWeightMemory, SoftmaxMemory
 
 # E for each of the S keys and S values, from the public code; the paper does not give it.

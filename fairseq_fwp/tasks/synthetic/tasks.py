@@ -13,9 +13,8 @@ from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 
-from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.ops.checks import check
-from fairseq_fwp.patches.options import Settings, option
+from fairseq_fwp.patches.options import Settings, flag, option
 from fairseq_fwp.tasks.synthetic.data import (
     PROBLEMS,
     Associations,

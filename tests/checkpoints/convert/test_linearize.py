@@ -23,11 +23,11 @@ from fairseq_fwp.checkpoints.linearize.costs import read_text
 from fairseq_fwp.checkpoints.linearize.options import WITHOUT_WEIGHTS, Method
 from fairseq_fwp.checkpoints.linearize.projections import SCORE_SCALE, fewer_features
 from fairseq_fwp.cli.linearize import main as fwp_linearize
-from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.attention import SoftmaxAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.patches.options import flag
 
 DIM, HEADS, HEAD, LENGTH = 16, 2, 8, 12
 # Of scores without a map.

@@ -1,4 +1,4 @@
-"""Language models with a fast weight layer: what it learns, fine-tuning, variants; laws are in laws/test_models.py."""
+"""Language models with a fast weight layer: what it learns, fine-tuning, variants; laws are in models/test_laws.py."""
 
 import copy
 import logging

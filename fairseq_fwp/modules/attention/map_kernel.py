@@ -1,0 +1,68 @@
+"""Map, normalisation and gates of a fast weight layer by one CUDA kernel, in place of the layer's own steps.
+
+The definition is `FastWeightAttention.project` and `map`; `map_check` compares the two. Shapes: B batch, L tokens, H
+heads of values, Dk features of a key, Dv size of a value, N keys and values a token.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fairseq_fwp.modules.feature_maps import Favor, kernel_form
+from fairseq_fwp.ops.projection import Layout, Part, has_kernel, map_projection
+
+if TYPE_CHECKING:
+    from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
+
+
+def find_layout(layer: "FastWeightAttention") -> Layout | None:
+    """Return what the kernel needs to know of a layer; None if it cannot compute its steps."""
+    form, norms = kernel_form(layer.feature_map), [norm.form for norm in layer.key_normalizations]
+    if form is None or len(norms) > 1 or layer.memory.backend not in ("auto", "kernel"):
+        return None
+    values = layer.rule.steps, layer.value_heads, layer.head_dim
+    # The kernel follows a convolution, without the gates.
+    parts = [Part(*values, "silu")] if layer.convolution is not None else [Part(*values), *layer.gates.parts()]
+    dims = layer.num_heads, layer.rule.steps, layer.key_dim, layer.feature_map.feature_dim
+    norm = norms[0] if norms else ("none", False, 0.0)
+    layout = Layout(*dims, form.name, *norm, layer.query_scale, form.scale, form.offset, tuple(parts))
+    random = layer.feature_map.projection.numel() if isinstance(layer.feature_map, Favor) else 0
+    return layout if layout.fits(random) else None
+
+
+def suits(layer: "FastWeightAttention", projected: Tensor) -> bool:
+    """Return whether the kernel computes what PyTorch would of a projection, in the same dtypes."""
+    if layer.layout is None or not has_kernel(projected) or (layer.overflows and projected.dtype == torch.float16):
+        return False
+    # Under autocast, biases make gates float32, and leave values without biases in half precision.
+    autocast = projected.dtype != layer.in_proj.weight.dtype
+    return not (autocast and layer.bias is None and any(x is not None for x in layer.gates.added_biases()))
+
+
+def map_with_gates(layer: "FastWeightAttention", projected: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Return q, k and v as `FastWeightAttention.map`, and gates (B, L, H, size) by name, of a projection (B, L, C)."""
+    q, k, v, *of_gates = _map(layer, _add_biases(layer, projected))
+    return q, k, v, layer.gates.of_kernel(of_gates)
+
+
+def map_convolved(layer: "FastWeightAttention", convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as `FastWeightAttention.map`, of the output of a convolution (B, L, C)."""
+    q, k, v = _map(layer, convolved)
+    return q, k, v
+
+
+def _map(layer: "FastWeightAttention", mixed: Tensor) -> list[Tensor]:
+    assert layer.layout is not None
+    random = layer.feature_map.projection if isinstance(layer.feature_map, Favor) else None
+    q, k, *others = map_projection(mixed, layer.layout, random)
+    return [layer.features_by_head(q), layer.features_by_head(k), *others]
+
+
+def _add_biases(layer: "FastWeightAttention", projected: Tensor) -> Tensor:
+    biases = [layer.bias, *layer.gates.added_biases()]
+    if all(bias is None for bias in biases):
+        return projected
+    zeros, sizes = layer.in_proj.weight.new_zeros, (sum(layer.mixed_columns), *layer.gates.columns.values())
+    pairs = zip(biases, sizes, strict=True)
+    return projected + torch.cat([zeros(size) if bias is None else bias for bias, size in pairs])
