@@ -9,12 +9,12 @@ import itertools
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .arguments import DTYPES, state_dtype
-from .kernels import load_kernels, self_check
+from .kernels import self_check
 from .kernels.backend import GREATEST_SIZE
-from .rule import is_transformed
+from .rule import suits_kernel
 
 DEVICE = "cuda"
 NAME, INSTEAD = "map_projection", "PyTorch computes the same"  # for the check before the first use
@@ -63,15 +63,9 @@ class Layout(NamedTuple):
 
 def has_kernel(x: Tensor) -> bool:
     """Return whether `map_projection` takes this projection."""
-    return (
-        type(x) in (Tensor, nn.Parameter)  # not a fake one, or another that only looks like one
-        and x.device.type == DEVICE
-        and x.dtype in DTYPES
-        and not torch.compiler.is_compiling()  # a compiler joins operations itself
-        and not is_transformed()
-        and load_kernels(DEVICE).built
-        and not (DEVICE in self_check.CHECKED and self_check.distrusted(NAME, str(x.device), instead=INSTEAD))
-    )
+    if not suits_kernel(x, DEVICE, DTYPES):
+        return False
+    return not (DEVICE in self_check.CHECKED and self_check.distrusted(NAME, str(x.device), instead=INSTEAD))
 
 
 def map_projection(projected: Tensor, layout: Layout, random: Tensor | None = None) -> list[Tensor]:

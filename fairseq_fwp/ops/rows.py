@@ -10,13 +10,12 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .arguments import at_least_float32, expect_shape, state_dtype
-from .kernels import load_kernels
 from .operator import differentiate_definition
-from .rule import is_transformed
+from .rule import suits_kernel
 
 Opening: TypeAlias = Callable[[Tensor], Tensor]
 OPENINGS: dict[Opening, str] = {F.silu: "silu", torch.sigmoid: "sigmoid"}  # those that kernels know, with their names
@@ -75,15 +74,7 @@ def _expect_rows(x: Tensor) -> None:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    return (
-        type(x) in (Tensor, nn.Parameter)  # not a fake one, or another that only looks like one
-        and x.device.type == "cpu"
-        and x.dtype in DTYPES
-        and x.numel() > 0
-        and not torch.compiler.is_compiling()  # a compiler joins operations itself
-        and not is_transformed()
-        and load_kernels("cpu").built
-    )
+    return x.numel() > 0 and suits_kernel(x, "cpu", DTYPES)
 
 
 def _normalize(

@@ -11,13 +11,13 @@ from operator import index
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from . import fla
 from .arguments import PER_VALUE, SHARED_KEY, Results, Shape, check_arguments
 from .fast_weights import Terms, case_of
-from .kernels import self_check
+from .kernels import load_kernels, self_check
 from .kernels.backend import require_kernel, too_large
 from .operator import define, refuse_double_backward
 from .reference import allocate, backward, forward, loop
@@ -33,6 +33,18 @@ def is_transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def suits_kernel(x: Tensor, device_type: str, dtypes: Sequence[torch.dtype]) -> bool:
+    """Return whether an operator with a definition in PyTorch next to it may call its kernel for a tensor."""
+    return (
+        type(x) in (Tensor, nn.Parameter)  # not a fake one, or another that only looks like one
+        and x.device.type == device_type
+        and x.dtype in dtypes
+        and not torch.compiler.is_compiling()  # a compiler joins operations itself
+        and not is_transformed()
+        and load_kernels(device_type).built
+    )
 
 
 class Rule:
