@@ -56,6 +56,14 @@ PAGES = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / fo
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
 
+def test_pages_name_tests_that_exist_and_have_lost_no_list():
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        named = [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in code]
+        assert (page.name, named, re.findall(r"(.*):\n\n\n", text)) == (page.name, [], [])
+
+
 def anchors(text):
     """Return the names that headings get: lower case, no punctuation, dashes for spaces."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
