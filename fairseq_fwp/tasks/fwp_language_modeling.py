@@ -171,20 +171,25 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         )
         tokens, streams, segments = len(dataset.text), batch_size * num_shards, len(iterator)
         logger.info(f"{tokens:,} tokens: {streams} streams of {segments} segments, {batch_size} in this process")
+        self._warn_of_age(streams, segments)
+        if use_cache:
+            self.dataset_to_epoch_iter[dataset] = iterator
+        return iterator
+
+    def _warn_of_age(self, streams: int, segments: int) -> None:
+        """Warn where no state is carried, or one much older than in training is scored."""
+        length = self.args.tokens_per_sample
         if self.args.carry_state and segments == 1:
             logger.warning(
                 f"no state is carried, because {streams} streams have at most one segment of {length} tokens each: "
                 "give a smaller --batch-size or --tokens-per-sample"
             )
         self.trained_segments = self.trained_segments or segments
-        if self.args.carry_state and not separator and segments > FAR * self.trained_segments:
+        if self.args.carry_state and not self.args.reset_state_after and segments > FAR * self.trained_segments:
             logger.warning(
                 f"states are scored after up to {segments * length:,} tokens, and none is older than "
                 f"{self.trained_segments * length:,} in training: give a larger --batch-size-valid"
             )
-        if use_cache:
-            self.dataset_to_epoch_iter[dataset] = iterator
-        return iterator
 
     def _batch_size(self, max_tokens: int | None, max_sentences: int | None) -> int:
         """Return the number of streams in a process."""
