@@ -127,7 +127,7 @@ def memories(rule, k, v, gates, divided=False, state=None):
     for t in range(k.shape[2]):
         key, value = k[:, :, t], v[:, :, t]
         gate = [x[:, :, t] if x.dim() == 4 else x[:, :, t, None] for x in gates]
-        if divided:
+        if divided and UPDATE_RULES[rule].normaliser.retrieved:
             old, stored = ops.retrieve(key, w), (key * z).sum(-1, keepdim=True)
             value = value + old - torch.where(stored > 0, old / stored.clamp(min=1e-6), 0)
         w, opened = step(w, key, value, *gate), dict(zip(names, gate, strict=True))
