@@ -16,7 +16,6 @@ from support.attentions import (
     is_defined,
     memories,
     random,
-    read,
     rule_inputs,
 )
 from support.pairwise import looped
@@ -59,7 +58,7 @@ def test_it_is_the_papers_equations(rule, carried):
         outs = []
         for t, (w, z) in enumerate(memories(rule, k, v, gates, divided, state)):
             divisor = (q[:, :, t] * z).sum(-1, keepdim=True).clamp(min=1e-6) if attention else 1
-            outs.append(read(q[:, :, t], w) / divisor)
+            outs.append(ops.retrieve(q[:, :, t], w) / divisor)
         out = torch.stack(outs, 2).transpose(1, 2)
         if "norm_read_out" in given:
             out = F.layer_norm(out, (4,)) / 4**0.5
@@ -367,7 +366,7 @@ def test_the_delta_rnn_is_the_papers_equation():
     recurrent = memories("delta", k.softmax(-1), recurrent_v, [recurrent_beta.sigmoid().transpose(1, 2)])
     y, outs = torch.zeros(2, HEADS, 4).double(), []
     for t, ((w, _), (r, _)) in enumerate(zip(memories("delta", phi_k, v, beta), recurrent, strict=True)):
-        y = read(phi_q[:, :, t], w) + read(y.softmax(-1), r)
+        y = ops.retrieve(phi_q[:, :, t], w) + ops.retrieve(y.softmax(-1), r)
         outs.append(y)
     expected = torch.stack(outs, 2).transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
@@ -392,8 +391,8 @@ def test_the_recurrent_delta_net_is_the_papers_equation():
         logits = of_tokens[:, t] + (y.tanh().unsqueeze(2) @ layer.recurrent).squeeze(2)
         q, k, v, beta = logits.split([d, d, d, 1], -1)
         k = k.softmax(-1)
-        w = w + k.unsqueeze(3) * (beta.sigmoid() * (v - read(k, w))).unsqueeze(2)
-        y = read(q.softmax(-1), w)
+        w = w + k.unsqueeze(3) * (beta.sigmoid() * (v - ops.retrieve(k, w))).unsqueeze(2)
+        y = ops.retrieve(q.softmax(-1), w)
         outs.append(y)
     expected = torch.stack(outs, 1).flatten(2) @ layer.out_proj.weight.T
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)

@@ -3,10 +3,11 @@
 import itertools
 
 import torch
-from support.attentions import memories, read
+from support.attentions import memories
 from support.pairwise import looped, pairwise
 from torch.nn.functional import sigmoid, silu, softplus
 
+from fairseq_fwp import ops
 from fairseq_fwp.modules.attention import FastWeightAttention
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -68,7 +69,7 @@ def expected(layer, x, rule, norm, lower_bound, conv_size, value_dim, value_head
         a = weights["gate_activations.decay.log_rate"].exp()
         log = lower_bound * sigmoid(a * at) if lower_bound else -a * softplus(at)
         gates.insert(0, log.exp().transpose(1, 2).squeeze(-1) if rule == "gated_delta" else log.exp().transpose(1, 2))
-    out = torch.stack([read(q[:, :, t], w) for t, (w, _) in enumerate(memories(rule, k, v, gates))], 1)
+    out = torch.stack([ops.retrieve(q[:, :, t], w) for t, (w, _) in enumerate(memories(rule, k, v, gates))], 1)
     if options["scale_queries"]:
         out = out / KEY**0.5
     if "rms_norm" in norm:
