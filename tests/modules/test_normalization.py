@@ -1,7 +1,7 @@
 """Sum and attention normalisation in cases that a layer seldom meets; Eqs. 24 to 28 are held in test_attention.py."""
 
 import torch
-from support.attentions import memories, read
+from support.attentions import memories
 from support.pairwise import looped
 
 from fairseq_fwp import ops
@@ -43,7 +43,7 @@ def test_the_delta_rule_retrieves_a_normalised_value(case):
     state = (random(2, 3, 4, 5), random(2, 3, 4)) if case == "carried" else None
     outs = []
     for t, (w, z) in enumerate(memories("delta", k, v, [beta], True, state)):
-        outs.append(read(q[:, :, t], w) / (q[:, :, t] * z).sum(-1, keepdim=True).clamp(min=1e-6))
+        outs.append(ops.retrieve(q[:, :, t], w) / (q[:, :, t] * z).sum(-1, keepdim=True).clamp(min=1e-6))
     results = normalised_delta(q, k, v, beta, *(state or (None, None)))
     for result, value in zip(results, (torch.stack(outs, 2), w, z), strict=True):
         torch.testing.assert_close(result, value, rtol=1e-9, atol=1e-11)

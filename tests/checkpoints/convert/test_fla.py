@@ -6,12 +6,13 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attentions import memories, read
+from support.attentions import memories
 from support.pairwise import looped
 from support.small_models import by_steps, log_probs
 
 import fairseq_fwp
 from checkpoints.convert.conftest import Folder, ones, without
+from fairseq_fwp import ops
 from fairseq_fwp.checkpoints.convert import fla
 from fairseq_fwp.checkpoints.convert.conversion import Options
 from fairseq_fwp.cli.convert import main
@@ -142,7 +143,7 @@ def shapes_of_rwkv7(config, heads, size):
 def remember(rule, q, k, v, *gates):
     """Return what q reads of a memory, all with tokens before heads."""
     k, v, *gates = (x.transpose(1, 2) for x in (k, v, *gates))
-    return torch.stack([read(q[:, t], memory) for t, (memory, _) in enumerate(memories(rule, k, v, gates))], 1)
+    return torch.stack([ops.retrieve(q[:, t], memory) for t, (memory, _) in enumerate(memories(rule, k, v, gates))], 1)
 
 
 def equations_of_rwkv7(config, tensors, tokens, heads):
