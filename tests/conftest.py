@@ -28,6 +28,9 @@ pytest.register_assert_rewrite(
 )
 from support.subjects import SEED  # noqa: E402
 
+# As in tests/run.sh: some tests fork, and a child would wait forever for threads of its parent.
+torch.set_num_threads(1)
+
 # Every run tries a few inputs, always the same ones; `--hypothesis-profile=night` looks for others.
 ALWAYS = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None, "print_blob": True}
 settings.register_profile("fast", max_examples=8, derandomize=True, **ALWAYS)
