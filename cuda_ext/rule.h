@@ -41,15 +41,17 @@ constexpr Fades fades_of(Rule rule) {
     case Rule::sum: case Rule::delta: return Fades::kNothing;
     case Rule::gated: case Rule::gated_delta: return Fades::kHead;
     case Rule::decay: return Fades::kKeyAndValue;
-    default: return Fades::kKey;
+    case Rule::gated_by_key: case Rule::gated_delta_by_key: case Rule::removal: return Fades::kKey;
   }
+  __builtin_unreachable();
 }
 constexpr Erases erases_of(Rule rule) {
   switch (rule) {
     case Rule::delta: case Rule::gated_delta: case Rule::gated_delta_by_key: return Erases::kKey;
     case Rule::removal: return Erases::kRemoval;
-    default: return Erases::kNothing;
+    case Rule::sum: case Rule::gated: case Rule::gated_by_key: case Rule::decay: return Erases::kNothing;
   }
+  __builtin_unreachable();
 }
 
 // Call f(rule) with the rule as a compile-time constant.
@@ -63,8 +65,9 @@ auto with_rule(Rule rule, F f) {
     case Rule::decay: return f(std::integral_constant<Rule, Rule::decay>{});
     case Rule::gated_delta: return f(std::integral_constant<Rule, Rule::gated_delta>{});
     case Rule::gated_delta_by_key: return f(std::integral_constant<Rule, Rule::gated_delta_by_key>{});
-    default: return f(std::integral_constant<Rule, Rule::removal>{});
+    case Rule::removal: return f(std::integral_constant<Rule, Rule::removal>{});
   }
+  __builtin_unreachable();
 }
 
 // Rules with decays or removals keep the state after every so many tokens for the backward pass: KEPT_EVERY of

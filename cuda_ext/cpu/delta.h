@@ -45,13 +45,13 @@ struct Gram {
 // Compute b_s (x_s - sum over m < s of (k_s . k_m) x_m). This turns retrieved values of a group, all read before its
 // first write, into its sequential writes. `before` receives the bracket.
 template <int T, int kGroup, typename A, int NV>
-FWP_INLINE void solve_group(const Gram<kGroup, A>& gram, const A (&rate)[T], Group<A, NV> (&x)[T],
+FWP_INLINE void solve_group(const Gram<kGroup, A>& gram, const A (&b)[T], Group<A, NV> (&x)[T],
                             Group<A, NV> (&before)[T]) {
   FWP_UNROLL for (int s = 0; s < T; ++s) {
     FWP_UNROLL for (int m = 0; m < T; ++m)
       if (m < s) x[s].subtract(gram.product[s][m], x[m]);
     before[s] = x[s];
-    x[s].scale(rate[s]);
+    x[s].scale(b[s]);
   }
 }
 
@@ -68,7 +68,7 @@ struct DeltaForward {
   StateBlock<A, NV>& block;
   const int64_t length;
   Tokens<const A> q, k, v;
-  Rates<const A> beta;
+  Rates<const A> rate;
   Tokens<A> out, error;
   // For the keys of the next group: k_s W with the state before that group, and their products. They are computed one
   // pass ahead: in the same pass, the first row had to wait for them, which took 5 % of the time.
@@ -98,16 +98,16 @@ struct DeltaForward {
     RowSums<A, NV, T> read(block.rows);
     RowSums<A, NV, kGroup> next(block.rows);
     const A *key[T], *query[T], *next_key[kGroup];
-    A rate[T];
+    A b[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
-      rate[s] = beta[t + s];
+      b[s] = rate[t + s];
       write[s].load_from(v[t + s], block.columns);
       write[s].add(A(-1), found[s]);
     }
     FWP_UNROLL for (int s = 0; s < kGroup; ++s) next_key[s] = key_at(t + T + s);
-    solve_group(gram, rate, write, before);
+    solve_group(gram, b, write, before);
     if constexpr (!kLast) gram = Gram<kGroup, A>(next_key, block.rows);
     FWP_UNROLL for (int s = 0; s < T; ++s) before[s].store_to(error[t + s], block.columns);
     const Ahead<A, T, 5> ahead(!kLast && block.rows > kDeltaFewRows, t + kTokensAhead, q, k, v, out, error);
@@ -145,10 +145,10 @@ struct DeltaBackwardWrites {
 
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, d_out, error;
-  Rates<const A> beta;
+  Rates<const A> rate;
   Tokens<A> d_k, d_v;
-  Rates<A> d_beta;
-  const bool add;  // whether to add to d_k and d_beta (other columns came before)
+  Rates<A> d_rate;
+  const bool add;  // whether to add to d_k and d_rate (other columns came before)
   A* products;     // per row i a vector; its halves sum to e_s G_i^T for the two tokens s of a group
   const A* late_key[kGroup];
   Group<A, NV> late[kGroup];  // d_v that are not yet added to G
@@ -168,11 +168,11 @@ struct DeltaBackwardWrites {
     RowSums<A, NV, T> d_value_sums(block.rows);
     auto& d_value = d_value_sums.total;
     const A *key[T], *query[T], *earlier_key[kGroup];
-    A rate[T];
+    A b[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
-      rate[s] = beta[t + s];
+      b[s] = rate[t + s];
       d_read[s].load_from(d_out[t + s], block.columns);
       error_of[s].load_from(error[t + s], block.columns);
     }
@@ -194,15 +194,15 @@ struct DeltaBackwardWrites {
       store(products + i * kLanes<A>, sum_runs<kHalf, A>(product[0], product[1]));
     }, [&]() __attribute__((always_inline)) { d_value_sums.settle(); });
     d_value_sums.finish();
-    solve_group(gram, rate, d_value, d_write);
+    solve_group(gram, b, d_value, d_write);
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       d_value[s].store_to(d_v[t + s], block.columns);
       late_key[s] = key[s];
       late[s] = d_value[s];
-      d_beta[t + s] = sum_lanes<A>(multiply_lanes(error_of[s], d_write[s])) + (add ? d_beta[t + s] : 0);
+      d_rate[t + s] = sum_lanes<A>(multiply_lanes(error_of[s], d_write[s])) + (add ? d_rate[t + s] : 0);
     }
     FWP_UNROLL for (int s = T; s < kGroup; ++s) late[s].clear();
-    store_d_keys(t, error_of, d_value, key, rate);
+    store_d_keys(t, error_of, d_value, key, b);
   }
 
   // Store the gradient of the initial state, if it is needed.
@@ -216,7 +216,7 @@ struct DeltaBackwardWrites {
   // d_k_s = b_s (e_s G^T - sum over m < s of (e_s . d_v_m) k_m), with G after the reads of the group.
   template <int T>
   FWP_INLINE void store_d_keys(int64_t t, const Group<A, NV> (&error_of)[T], const Group<A, NV> (&d_value)[T],
-                               const A* const (&key)[T], const A (&rate)[T]) {
+                               const A* const (&key)[T], const A (&b)[T]) {
     static_assert(kGroup == 2);
     const A late_part = T == 2 ? sum_lanes<A>(multiply_lanes(error_of[T - 1], d_value[0])) : 0;
     for (int64_t i = 0; i < block.rows; i += kLanes<A>) {
@@ -228,7 +228,7 @@ struct DeltaBackwardWrites {
       Vector<A> d_key[] = {join_halves<false, A>(sum[0], sum[kHalf]), join_halves<true, A>(sum[0], sum[kHalf])};
       d_key[1] -= late_part * load_part(key[0] + i, rows);
       FWP_UNROLL for (int s = 0; s < T; ++s) {
-        d_key[s] *= rate[s];
+        d_key[s] *= b[s];
         if (add) d_key[s] += load_part(d_k[t + s] + i, rows);
         store_part(d_k[t + s] + i, d_key[s], rows);
       }
@@ -253,7 +253,7 @@ struct DeltaBackwardReads {
 
   StateBlock<A, NV>& block;
   Tokens<const A> k, d_out, error, d_v;
-  Rates<const A> beta;
+  Rates<const A> rate;
   Tokens<A> d_q, d_k;
   A* scratch;  // kGroup x rows
 
@@ -268,8 +268,8 @@ struct DeltaBackwardReads {
       d_read[s] = d_out[t + s];
       d_value[s] = d_v[t + s];
       const A* e = error[t + s];
-      const A rate = beta[t + s];
-      for (int64_t j = 0; j < block.rows; ++j) scratch[s * block.rows + j] = rate * e[j];
+      const A b = rate[t + s];
+      for (int64_t j = 0; j < block.rows; ++j) scratch[s * block.rows + j] = b * e[j];
     }
     const Ahead<A, T, 6> ahead(!last && block.rows > kDeltaFewRows, t + kTokensAhead, d_out, error, d_v, k, d_q, d_k);
     block.change_rows(last, ahead, [&](int64_t j, Group<A, NV>& w) __attribute__((always_inline)) {

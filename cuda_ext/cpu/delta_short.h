@@ -45,12 +45,12 @@ class DeltaShort {
            round_up(keys, kTileRows) * padded<A>(values);
   }
 
-  void forward(Tokens<const A> q, Tokens<const A> k, Tokens<const A> v, Rates<const A> beta, Tokens<A> out,
+  void forward(Tokens<const A> q, Tokens<const A> k, Tokens<const A> v, Rates<const A> rate, Tokens<A> out,
                Tokens<A> error, Tokens<A> state) {
     multiply_keys(q, k);
     for_panels<A>(values, [&](int64_t j, auto vectors) {
       for (int64_t t = 0; t < length; t += kTileRows) {
-        write<vectors.value>(t, j, v, beta, error);
+        write<vectors.value>(t, j, v, rate, error);
         read<vectors.value>(t, j, out);
       }
     });
@@ -58,23 +58,23 @@ class DeltaShort {
   }
 
   // The state after the last token, from the errors, bit-identical to that of the forward pass.
-  void rebuild_state(Tokens<const A> k, Rates<const A> beta, Tokens<const A> error, Tokens<A> state) {
+  void rebuild_state(Tokens<const A> k, Rates<const A> rate, Tokens<const A> error, Tokens<A> state) {
     copy(k, length, keys, key_);
-    rebuild_writes(beta, error);
+    rebuild_writes(rate, error);
     multiply_transposed(key_, write_, length, keys, values, state);
   }
 
-  // d_state.data may be null. d_beta must contain zeros.
-  void backward(Tokens<const A> q, Tokens<const A> k, Rates<const A> beta, Tokens<const A> error, Tokens<const A> d_out,
-                Tokens<const A> d_state, Tokens<A> d_q, Tokens<A> d_k, Tokens<A> d_v, Rates<A> d_beta) {
+  // d_state.data may be null. d_rate must contain zeros.
+  void backward(Tokens<const A> q, Tokens<const A> k, Rates<const A> rate, Tokens<const A> error, Tokens<const A> d_out,
+                Tokens<const A> d_state, Tokens<A> d_q, Tokens<A> d_k, Tokens<A> d_v, Rates<A> d_rate) {
     multiply_keys(q, k);
-    rebuild_writes(beta, error);
+    rebuild_writes(rate, error);
     copy(d_out, length, values, d_out_);
     if (d_state.data) copy(d_state, keys, values, d_state_);
     const int64_t last = (length - 1) / kTileRows * kTileRows;
     for_panels<A>(values, [&](int64_t j, auto vectors) {
       for (int64_t t = last; t >= 0; t -= kTileRows)
-        differentiate_values<vectors.value>(t, j, beta, error, d_state.data, d_v, d_beta);
+        differentiate_values<vectors.value>(t, j, rate, error, d_state.data, d_v, d_rate);
     });
     multiply_lower(d_out_, write_, values, d_scores_);
     multiply_lower(d_value_, write_, values, d_key_products_);
@@ -106,14 +106,14 @@ class DeltaShort {
     multiply_lower(query_, key_, keys, scores_);
   }
 
-  void rebuild_writes(Rates<const A> beta, Tokens<const A> error) {
+  void rebuild_writes(Rates<const A> rate, Tokens<const A> error) {
     copy(error, length, values, write_);
     for (int64_t t = 0; t < length; ++t)
-      for (int64_t j = 0; j < values; j += kLanes<A>) store(write_[t] + j, beta[t] * load(write_[t] + j));
+      for (int64_t j = 0; j < values; j += kLanes<A>) store(write_[t] + j, rate[t] * load(write_[t] + j));
   }
 
   template <int NV>
-  void write(int64_t t, int64_t j, Tokens<const A> v, Rates<const A> beta, Tokens<A> error) {
+  void write(int64_t t, int64_t j, Tokens<const A> v, Rates<const A> rate, Tokens<A> error) {
     const Tokens<A> product = from_row(key_products_, t);
     Tile<A, NV> e;
     FWP_UNROLL for (int r = 0; r < kTileRows; ++r) e.row[r].load_from(v[std::min(t + r, length - 1)] + j, values - j);
@@ -124,7 +124,7 @@ class DeltaShort {
       FWP_UNROLL for (int m = 0; m < kTileRows; ++m)
         if (m < r) e.row[r].subtract(product[r][t + m], u.row[m]);
       u.row[r] = e.row[r];
-      u.row[r].scale(beta[std::min(t + r, length - 1)]);
+      u.row[r].scale(rate[std::min(t + r, length - 1)]);
     }
     e.store_to(from_row(error, t).from(j), length - t, values - j);
     u.store_to(from_row(write_, t).from(j), kTileRows, NV * kLanes<A>);
@@ -169,8 +169,8 @@ class DeltaShort {
   }
 
   template <int NV>
-  void differentiate_values(int64_t t, int64_t j, Rates<const A> beta, Tokens<const A> error, bool from_state,
-                                       Tokens<A> d_v, Rates<A> d_beta) {
+  void differentiate_values(int64_t t, int64_t j, Rates<const A> rate, Tokens<const A> error, bool from_state,
+                                       Tokens<A> d_v, Rates<A> d_rate) {
     Tile<A, NV> d_write, d_value;
     d_write.clear();
     if (from_state)
@@ -194,14 +194,14 @@ class DeltaShort {
         if (m > r) d_write.row[r].subtract(key_products_[t + m][t + r], d_value.row[m]);
       }
       d_value.row[r] = d_write.row[r];
-      d_value.row[r].scale(beta[t + r]);
+      d_value.row[r].scale(rate[t + r]);
       d_value.row[r].store_to(d_value_[t + r] + j, NV * kLanes<A>);
       d_value.row[r].store_to(d_v[t + r] + j, values - j);
       Group<A, NV> e;
       e.load_from(error[t + r] + j, values - j);
       Vector<A> sum = {};
       FWP_UNROLL for (int n = 0; n < NV; ++n) sum += e.x[n] * d_write.row[r].x[n];
-      d_beta[t + r] += sum_lanes<A>(sum);
+      d_rate[t + r] += sum_lanes<A>(sum);
     }
   }
 

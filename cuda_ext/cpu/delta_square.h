@@ -17,7 +17,7 @@ struct DeltaForwardSquare {
   StateBlock<A, 1>& block;
   const int64_t length;
   Tokens<const A> q, k, v;
-  Rates<const A> beta;
+  Rates<const A> rate;
   Tokens<A> out, error;
 
   // Each key reads the state before the last write, and the result is corrected. So the read does not wait for the
@@ -30,7 +30,7 @@ struct DeltaForwardSquare {
       Vector<A> e = load(v[first]) - state.read(k[first]);
       for (int64_t t = first; t <= last; ++t) {
         const int64_t next = std::min(t + 1, last);
-        const Vector<A> write = beta[t] * e;
+        const Vector<A> write = rate[t] * e;
         store(error[t], e);
         e = (load(v[next]) - state.read(k[next])) - multiply(k[next], k[t]) * write;
         state.add(k[t], write);
@@ -47,19 +47,19 @@ struct DeltaBackwardWritesSquare {
   StateBlock<A, 1>& block;
   const int64_t length;
   Tokens<const A> q, k, d_out, error;
-  Rates<const A> beta;
+  Rates<const A> rate;
   Tokens<A> d_k, d_v;
-  Rates<A> d_beta;
+  Rates<A> d_rate;
 
   void run() const {
     Square<A> gradient(block);
     for (int64_t t = 0; t < length; ++t) {
       const Vector<A> e = load(error[t]);
       gradient.add(q[t], load(d_out[t]));
-      const Vector<A> d_write = gradient.read(k[t]), d_value = beta[t] * d_write;
+      const Vector<A> d_write = gradient.read(k[t]), d_value = rate[t] * d_write;
       store(d_v[t], d_value);
-      d_beta[t] = sum_lanes<A>(e * d_write);
-      store(d_k[t], beta[t] * gradient.multiply(e));
+      d_rate[t] = sum_lanes<A>(e * d_write);
+      store(d_k[t], rate[t] * gradient.multiply(e));
       gradient.subtract(k[t], d_value);
     }
     gradient.store_to(block);
@@ -71,14 +71,14 @@ struct DeltaBackwardReadsSquare {
   const StateBlock<A, 1>& block;
   const int64_t length;
   Tokens<const A> k, d_out, error, d_v;
-  Rates<const A> beta;
+  Rates<const A> rate;
   Tokens<A> d_q, d_k;
 
   void run() const {
     Square<A> state(block);
     for (int64_t t = 0; t < length; ++t) {
       alignas(kVectorBytes) A write[kLanes<A>];
-      store(write, beta[t] * load(error[t]));
+      store(write, rate[t] * load(error[t]));
       store(d_k[t], load(d_k[t]) - state.read(d_v[t]));
       state.add(write, load(k[t]));
       store(d_q[t], state.read(d_out[t]));

@@ -1,4 +1,4 @@
-// Rules that forget, on one block of columns. ../rule.h has the symbols, and cuda/recurrent.cuh all of it as two loops.
+// Rules that forget, on one block of columns. ../rule.h has the symbols.
 // ../README.md derives the backward pass. Forgetting cannot be undone. So the forward pass keeps the state after every
 // kKeptEvery tokens, and the backward pass rebuilds the states in between, a few rows at a time.
 #pragma once
@@ -45,6 +45,13 @@ struct ForgetGradients {  // null like ForgetTokens
 // With decays a, and y = k if the key erases, token 0 retrieves (y_0 * a_0) W and token 1 (y_1 * a_1 * a_0) W. For a
 // removal the last decay is left out. Both read W, with keys multiplied by the decays. Products of keys then add what token 0
 // writes.
+//
+//     for t in range(L):
+//         before[t], r[t] = W, y[t] @ W                      # r: of a removal; of `before`, every kKeptEvery-th is kept
+//         W = outer(a[t], z[t]) * W
+//         e[t] = v[t] - k[t] @ W if erases else v[t]
+//         W = W + outer(k[t], b[t] * e[t]) - outer(x[t], r[t])
+//         out[t] = q[t] @ W
 template <typename A, int NV, typename K>
 struct ForgetForward {
   static constexpr int kGroup = K::retrieves ? kDeltaTokens : NV == 4 ? 2 : kTokens;  // limited by registers
@@ -96,17 +103,17 @@ struct ForgetForward {
   template <int T, bool kReadsAhead>
   FWP_INLINE void run_group(int64_t from, bool is_last) {
     const int64_t t = first + from;
-    Group<A, NV> value[T], fade[T], removed[T];
+    Group<A, NV> value[T], value_decay[T], removed[T];
     RowSums<A, NV, T> read(block.rows);
-    const A *key[T], *query[T], *decay[T], *removal[T];
-    A share[T];
+    const A *key[T], *query[T], *key_decay[T], *removal[T];
+    A head_decay[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = in.k[t + s];
       query[s] = in.q[t + s];
       value[s].load_from(in.v[t + s], block.columns);
-      if constexpr (K::fades == Fades::kHead) share[s] = in.head_decay[t + s];
-      if constexpr (K::fades != Fades::kHead) decay[s] = in.key_decay[t + s];
-      if constexpr (K::fades == Fades::kKeyAndValue) fade[s].load_from(in.value_decay[t + s], block.columns);
+      if constexpr (K::fades == Fades::kHead) head_decay[s] = in.head_decay[t + s];
+      if constexpr (K::fades != Fades::kHead) key_decay[s] = in.key_decay[t + s];
+      if constexpr (K::fades == Fades::kKeyAndValue) value_decay[s].load_from(in.value_decay[t + s], block.columns);
       if constexpr (K::erases == Erases::kRemoval) removal[s] = in.removal[t + s];
     }
     solve<T>(t, value, removed);
@@ -118,11 +125,11 @@ struct ForgetForward {
     block.change_rows(is_last, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         if constexpr (K::fades == Fades::kHead)
-          w.scale(share[s]);
+          w.scale(head_decay[s]);
         else if constexpr (K::fades == Fades::kKey)
-          w.scale(decay[s][i]);
+          w.scale(key_decay[s][i]);
         else
-          FWP_UNROLL for (int n = 0; n < NV; ++n) w.x[n] *= decay[s][i] * fade[s].x[n];
+          FWP_UNROLL for (int n = 0; n < NV; ++n) w.x[n] *= key_decay[s][i] * value_decay[s].x[n];
         if constexpr (K::erases == Erases::kRemoval) w.subtract(removal[s][i], removed[s]);
         w.add(key[s][i], value[s]);
         read.total[s].add(query[s][i], w);
@@ -177,14 +184,14 @@ struct ForgetForward {
       for (int64_t i = 0; i < block.rows; i += kLanes<A>) {
         const int64_t count = block.rows - i;
         Vector<A> own = load_part(reader[1] + i, count);
-        const Vector<A> decay = load_part(in.key_decay[u] + i, count);
+        const Vector<A> key_decay = load_part(in.key_decay[u] + i, count);
         if (of_key) {
           own *= load_part(in.key_decay[n] + i, count);
-          store_part(faded + i, load_part(reader[0] + i, count) * decay, count);
+          store_part(faded + i, load_part(reader[0] + i, count) * key_decay, count);
         }
         sum += own * load_part(in.k[u] + i, count);
         if (!of_key) of_removal += own * load_part(in.removal[u] + i, count);
-        store_part(second + i, own * decay, count);
+        store_part(second + i, own * key_decay, count);
       }
       if (of_key) reader[0] = faded;
       reader[1] = second;
@@ -242,6 +249,14 @@ struct ForgetForward {
 // sequences are passed in reverse. Like the forward pass, one pass changes G by a group of two tokens and reads for the
 // next group. ForgetBackward repeats the operations on G in the same order, so to the last bit: it does not correct
 // errors, so different ones would add up.
+//
+//     for t in reversed(range(L)):
+//         G = G + outer(q[t], d_out[t])
+//         if erases:
+//             d_v[t], d_b[t] = b[t] * (k[t] @ G), k[t] @ G @ e[t]
+//             G = G - outer(k[t], d_v[t])
+//         d_r[t] = -x[t] @ G
+//         G = outer(a[t], z[t]) * G + outer(y[t], d_r[t])
 template <typename A, int NV, typename K>
 struct RetrieveBackward {
   static constexpr int kGroup = 2;
@@ -276,13 +291,13 @@ struct RetrieveBackward {
     FWP_UNROLL for (int s = 0; s < T; ++s) d_read[s].load_from(d_out[t + s], block.columns);
     solve<T>(t, d_read, d_written);
     if constexpr (!kLast) {
-      const A *key[T], *query[T], *decay[T], *removal_key[T], *reader[2];
-      A share[T], scale;
+      const A *key[T], *query[T], *key_decay[T], *removal_key[T], *reader[2];
+      A head_decay[T], scale;
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         key[s] = in.k[t + s];
         query[s] = in.q[t + s];
-        if constexpr (K::fades == Fades::kHead) share[s] = in.head_decay[t + s];
-        if constexpr (K::fades != Fades::kHead) decay[s] = in.key_decay[t + s];
+        if constexpr (K::fades == Fades::kHead) head_decay[s] = in.head_decay[t + s];
+        if constexpr (K::fades != Fades::kHead) key_decay[s] = in.key_decay[t + s];
         if constexpr (K::erases == Erases::kRemoval) removal_key[s] = in.removal_key[t + s];
       }
       prepare(t + T, reader, scale);
@@ -293,9 +308,9 @@ struct RetrieveBackward {
           g.add(query[s][i], d_read[s]);
           if constexpr (K::erases == Erases::kKey) g.subtract(key[s][i], d_written[s]);
           if constexpr (K::fades == Fades::kHead)
-            g.scale(share[s]);
+            g.scale(head_decay[s]);
           else
-            g.scale(decay[s][i]);
+            g.scale(key_decay[s][i]);
           g.round();
           if constexpr (K::erases == Erases::kRemoval) g.add(removal_key[s][i], d_written[s]);
         }
@@ -378,6 +393,19 @@ struct RetrieveBackward {
 // In reverse over a block of key columns of W^T, with G the gradient of W. No operation mixes elements of W or of G. So
 // a few rows go through a whole chunk, forward and back, before the next rows. For a rule that retrieves, all that it
 // wrote or removed is already known, with its gradients.
+//
+//     for t in reversed(range(L)):
+//         W = before[t]
+//         after = outer(a[t], z[t]) * W + outer(k[t], b[t] * e[t]) - outer(x[t], r[t])
+//         G, d_q[t] = G + outer(q[t], d_out[t]), after @ d_out[t]
+//         d_k[t] = b[t] * (G @ e[t])
+//         if erases:
+//             G, d_k[t] = G - outer(k[t], d_v[t]), d_k[t] - a[t] * (W @ d_v[t])
+//         else:
+//             d_v[t], d_b[t] = b[t] * (k[t] @ G), k[t] @ G @ v[t]
+//         d_x[t], d_y[t] = -G @ r[t], W @ d_r[t]
+//         d_a[t], d_z[t] = (G * W) @ z[t], a[t] @ (G * W)
+//         G = outer(a[t], z[t]) * G + outer(y[t], d_r[t])
 template <typename A, int NV, typename K>
 struct ForgetBackward {
   static constexpr int64_t kWidth = NV * kLanes<A>;
