@@ -5,6 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+from support.subjects import sample_inputs
+
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.ops import fast_weights
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -37,3 +41,21 @@ def test_paths_are_whole():
     assert len(LINES) == len(re.findall(r"^\d+\. ", SECTION, re.MULTILINE)) == 30
     numbers = [int(number) for number, *_ in LINES]
     assert numbers == [*range(1, 10), *range(1, 12), *range(1, 11)]
+
+
+def test_the_names_of_a_rule_on_each_floor(monkeypatch):
+    """The table of the page, from the tensors with which each rule calls the operator."""
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| ([^|]*) \| ([^|]*) \|$", PAGE, re.MULTILINE)
+    kinds = set(
+        re.search(r"enum class Rule \{(.*?)\}", (ROOT / "cuda_ext/rule.h").read_text())[1].replace(",", "").split()
+    )
+    found, calls, forward = [], [], fast_weights._forward
+    monkeypatch.setattr(fast_weights, "_forward", lambda *given: calls.append(given) or forward(*given))
+    for name, rule in UPDATE_RULES.items():
+        calls.clear()
+        rule.operator(**sample_inputs(rule.operator.name.removesuffix("_rule"), (1, 1, 3, 4, 4)))
+        optional = zip(fast_weights.OPTIONAL, calls[0][3:8], strict=True) if calls else ()
+        terms = [term for term, x in optional if x is not None] + ["erases"] * bool(calls and calls[0][10])
+        found.append((name, rule.operator.name, ", ".join(terms) or ("none" if calls else "not of this family")))
+    assert found == [row[:3] for row in rows]
+    assert {kind for *_, words in rows for kind in re.findall(r"\w+", words)} >= kinds
