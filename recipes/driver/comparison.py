@@ -101,7 +101,7 @@ def attention_lengths(folder: Path) -> list[str]:
 
     best = min(lengths, key=lambda length: (round(perplexity(f"valid attention {length}"), 2), length))
     rows = []
-    for split in ("valid", "test"):
+    for split in sorted({path.stem.split()[0] for path in folder.glob("* attention *.json")}, reverse=True):
         found = [perplexity(f"{split} {label}") for label in ("init", f"attention {best}")]
         rows.append([split, *(f"{ppl:.2f}" for ppl in found), best])
     return markdown(["split", "PPL init", "PPL best", "Attn Len"], rows)
