@@ -19,10 +19,10 @@ from tables import Run, by_model, markdown, mean, read_run, row_of, save, show
 
 HEADS = {"perplexity": "ppl", "loss_base_2": "bits"}
 FAR = 1.5
-# Ways of reading in evaluation.yaml; a row of a carried state may have another name for the last.
-WAYS = ("blocks", "window", "carried")
-# The validation of training reads as training does: in segments, or from the states that training has left.
-AS_TRAINED = "valid, as trained"
+# The validation of training reads as training does: in segments, or from the states that training has left. The other
+# ways are in evaluation.yaml; a row of a carried state may have another name for the last.
+AS_TRAINED = "as trained"
+WAYS = (AS_TRAINED, "blocks", "window", "carried")
 Row = dict[str, Any]  # of the CSV; None = missing
 
 
@@ -101,7 +101,7 @@ def attention_lengths(folder: Path) -> list[str]:
 
     best = min(lengths, key=lambda length: (round(perplexity(f"valid attention {length}"), 2), length))
     rows = []
-    for split in ("valid", "test"):
+    for split in sorted({path.stem.split()[0] for path in folder.glob("* attention *.json")}, reverse=True):
         found = [perplexity(f"{split} {label}") for label in ("init", f"attention {best}")]
         rows.append([split, *(f"{ppl:.2f}" for ppl in found), best])
     return markdown(["split", "PPL init", "PPL best", "Attn Len"], rows)
@@ -113,7 +113,7 @@ def attention_lengths(folder: Path) -> list[str]:
 def read_row(run: Run, *labels: str) -> Row:
     """Return the numbers of a training, with the perplexities of its evaluations under the labels."""
     found = {split: run.result(" ".join([split, *labels])).get("perplexity") for split in ("valid", "test")}
-    return {**found, **{name: value for name, value in run._asdict().items() if name not in ("folder", "best")}}
+    return {**found, "parameters": run.parameters, "updates": run.updates, "hours": run.hours, "diverged": run.diverged}
 
 
 def said(row: Row) -> str:
@@ -190,24 +190,17 @@ def write_carried(table: Path, out: Path, folder: Path) -> None:
     numbers, and the paper's perplexities, which may be a bound like "> 260". The table shows the validation of
     training, and test perplexities.
     """
-    heads = [
-        "model",
-        "trained",
-        "state",
-        AS_TRAINED,
-        *WAYS,
-        "paper state (M)",
-        "paper valid",
-        "paper test",
-        "conf/carried/",
-    ]
+    as_trained = [f"{AS_TRAINED}: {split}" for split in ("valid", "test")]
+    heads = ["model", "trained", "state", *as_trained, *WAYS[1:], "paper state (M)", "paper valid", "paper test"]
+    heads.append("conf/carried/")
     rows, cells, trainings, drawn = [], [], {}, []
     for asked in read_yaml(table, plain=False):
         of_run, carried = out / "carried" / asked["run"], asked.get("evaluated", WAYS[-1])
         runs = [read_run(seed) for seed in sorted(of_run.glob("seed_*")) or [of_run]]
         ways = {way: [carried_row(asked, run, way) for run in runs] for way in (*WAYS[:-1], carried)}
-        rows += [row for seeds in ways.values() for row in seeds if row["test"]]
-        rows += [row for row in ways[carried] if row["diverged"]]
+        found = [row for seeds in ways.values() for row in seeds if row["valid"] or row["test"]]
+        found += [row for row in ways[carried] if row["diverged"]]
+        rows += [row for row in found if row not in rows]  # Transformer-XL has several rows of one training
         ours = [mean([row["test"] for row in seeds if row["test"]], 1) for seeds in ways.values()]
         *_, last = seeds = ways[carried]
         ours[-1] = said(last) if ours[-1] == "-" else ours[-1]
@@ -215,7 +208,7 @@ def write_carried(table: Path, out: Path, folder: Path) -> None:
         several = f", {len(seeds)} seeds" if len(seeds) > 1 else ""
         name = asked["row"] + (f", {carried}" if carried not in WAYS else "") + several
         paper = [str(asked.get(name, "-")) for name in ("state", "valid", "test")]
-        valid = mean([row[AS_TRAINED] or "" for row in seeds], 1)
+        valid = mean([row["valid"] or "" for row in ways[AS_TRAINED]], 1)
         cells.append([name, asked["trained"], show(last["state"], 0), valid, *ours, *paper, f"{asked['run']}.yaml"])
         if last["updates"] is not None:
             size = f": {last['parameters']:,} parameters, {last['updates']:,} updates, {last['hours']:.3f} hours"
@@ -231,14 +224,10 @@ def carried_row(asked: Row, run: Run, way: str) -> Row:
     """Return the numbers of a run that is evaluated in a way."""
     test, seed = run.result(f"test {way}"), run.folder.name.partition("seed_")[2]
     state = asked.get("numbers", test.get("state_size")) if test else None
-    about = {
-        "run": asked["run"],
-        "seed": seed,
-        "evaluated": way,
-        "state": state,
-        AS_TRAINED: None if run.diverged else run.best,
-    }
-    return {**about, **read_row(run, way)}
+    found = read_row(run, way)
+    if way == AS_TRAINED and not run.diverged:
+        found |= {"valid": run.best, "test": run.test}
+    return {"run": asked["run"], "seed": seed, "evaluated": way, "state": state, **found}
 
 
 # Group of models: the function that reports it.

@@ -44,6 +44,11 @@ class Log(NamedTuple):
         return min((value for _, value in self.curve(name) if not math.isnan(value)), default=math.inf)
 
     @property
+    def test(self) -> float | None:
+        """The perplexity of the test text at the best validation; None without `--valid-subset valid,test`."""
+        return next((found.get("test_ppl") for found in self.validations if found.get("ppl") == self.best()), None)
+
+    @property
     def summary(self) -> str:
         """The best loss and the updates until the last validation, in words."""
         updates = int(self.validations[-1]["num_updates"]) if self.validations else 0
@@ -98,6 +103,8 @@ def read_training(log: Path) -> Log:
             updates = int(numbers.get("num_updates", updates))
         if about == "valid":
             validations = [known for known in validations if known["num_updates"] < updates] + [numbers]
+        if "test_ppl" in numbers and validations:
+            validations[-1]["test_ppl"] = numbers["test_ppl"]
         seconds = numbers.get("wall" if about == "epoch" else "train_wall", seconds)
     starts = START.split(text)
     not_finite = NOT_FINITE.search(starts[-1]) is not None

@@ -86,7 +86,7 @@ def draw_carried(rows: list[tuple[Row, Row]], path: Path) -> None:
     """
     pyplot = load_pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.4))
-    alike = [pair for pair in rows if pair[0]["evaluated"] != "blocks"]
+    alike = [pair for pair in rows if pair[0]["evaluated"] not in ("as trained", "blocks")]
     alike = [pair for pair in alike if (pair[0]["trained"] == "segments") == (pair[0]["evaluated"] == "window")]
     ours = [(asked, found.get("state"), number(found.get("test"))) for asked, found in alike]
     paper = [

@@ -66,7 +66,7 @@ def by_model(rows: list[dict[str, Any]], columns: dict[str, str], none: str = "-
 class Run(NamedTuple):
     """The result of a training. updates: None if neither trained nor diverged; diverged: the place, in words.
 
-    best: the lowest perplexity of its validations.
+    best: the lowest perplexity of its validations; test: that of the test text then, if they had it too.
     """
 
     folder: Path
@@ -75,6 +75,7 @@ class Run(NamedTuple):
     hours: float | None = None
     diverged: str = ""
     best: float | None = None
+    test: float | None = None
 
     def result(self, name: str) -> dict[str, Any]:
         """Return the result of an evaluation; empty without one."""
@@ -88,7 +89,8 @@ def read_run(folder: Path) -> Run:
     if not outcome.diverged:
         check_unchanged(folder)
     log = read_training(folder / "train.log")
-    return Run(folder, log.parameters, log.updates, log.hours, outcome.words if outcome.diverged else "", log.best())
+    diverged = outcome.words if outcome.diverged else ""
+    return Run(folder, log.parameters, log.updates, log.hours, diverged, log.best(), log.test)
 
 
 def row_of(model: Any, run: Run, scores: dict[str, Any]) -> dict[str, Any]:

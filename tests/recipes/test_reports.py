@@ -1,6 +1,7 @@
 """The reports: tables, CSV and pictures of invented runs, and the ledgers of real ones."""
 
 import csv
+import json
 import re
 
 import comparison
@@ -96,7 +97,9 @@ def make_runs(out):
             made_up.result(folder, split, 8.0 if (name, split) == ("best", "test") else 4.0)
     made_up.trained(out / "carried" / "delta", diverged="gradient not finite after update 7\n")
     for seed in (1, 2):
-        folder = made_up.trained(out / "carried" / "unit" / f"seed_{seed}", (50, 8.0))
+        of_test = json.dumps({"test_ppl": str(8.5 + seed), "test_num_updates": "50"})
+        more = f"2026-11-21 07:00:36 | INFO | test | {of_test}\n"
+        folder = made_up.trained(out / "carried" / "unit" / f"seed_{seed}", (50, 8.0), more=more)
         for label in ("blocks", "window", "carried"):
             made_up.result(folder, f"test {label}", 70.0 + seed, state_size=512)
     folder = made_up.trained(out / "carried" / "xl", (50, 8.0))

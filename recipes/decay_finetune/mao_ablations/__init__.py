@@ -63,3 +63,7 @@ UPDATE_RULES["decay_no_sigmoid"] = UpdateRule(
     tuple(replace(gate, bias=uniform, activation=torch.nn.Identity()) for gate in UPDATE_RULES["decay"].gates),
 )
 INITIALISATIONS["decay_no_sigmoid"] = Initialisation(scale_by_plain_decay)
+# What the paper had to change (footnotes 3 and 4, Sec. 3): delta that writes half of a value at first, and sums of
+# values whose W_v is as in softmax.
+UPDATE_RULES["delta_half"], INITIALISATIONS["delta_half"] = UPDATE_RULES["delta"], Initialisation(bias=True)
+UPDATE_RULES["sum_unscaled"], UPDATE_RULES["decay_unscaled"] = UPDATE_RULES["sum"], UPDATE_RULES["decay"]
