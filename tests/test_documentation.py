@@ -190,7 +190,7 @@ def test_the_front_page_shows_what_the_quick_start_printed():
 
 def test_the_commands_of_the_front_page_have_their_flags():
     found = re.findall(r"`bash (recipes/[^\s`]+)([^`]*)`", README)
-    assert len(found) == 5
+    assert len(found) == 6
     for script, words in found:
         assert {*re.findall(r"--[\w-]+", words)} <= {*re.findall(r"--[\w-]+", shell(["bash", script, "--help"], ROOT))}
 
