@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from fairseq_fwp.evaluation import Protocol, Text, evaluate
 from fairseq_fwp.models.attentions import rule_choices
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
+from fairseq_fwp.modules import update_rules
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,11 +174,14 @@ def test_a_wrong_flag_is_found(monkeypatch):
 # The front page and the library.
 
 
-def test_the_lines_of_python_print_what_they_say():
+def test_the_lines_of_python_print_what_they_say(monkeypatch):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        exec(next(block for block in blocks(README, "python") if block.startswith("import torch")), {})
+        exec(next(block for block in blocks(README, "python") if block.startswith("import torch")), given := {})
     assert f"# {said.getvalue().strip()}\n" in README
+    monkeypatch.setattr(update_rules, "UPDATE_RULES", {})
+    exec(next(block for block in blocks(README, "python") if "def step" in block), given)
+    assert [*update_rules.UPDATE_RULES] == ["leaky"]
 
 
 def test_the_front_page_shows_what_the_quick_start_printed():
@@ -356,6 +361,21 @@ def work(tmp_path_factory):
         preprocess += [f"--{split}pref", f"text/{split}.txt"]
     run("fairseq-preprocess", *preprocess, cwd=folder)
     return folder
+
+
+def test_the_files_of_a_rule_are_written_once(tmp_path, work):
+    """By the command of the front page."""
+    main = runpy.run_path(str(ROOT / "recipes/quickstart/my_rule.py"))["main"]
+    main(tmp_path)
+    written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {*map(str, written)} == {"my_plugin/leaky.py", "my_plugin/__init__.py", "recipes/quickstart/conf/leaky.yaml"}
+    assert (work / "my_plugin/leaky.py").read_text().split() == [
+        "#",
+        "my_plugin/leaky.py",
+        *(tmp_path / "my_plugin/leaky.py").read_text().split(),
+    ]
+    with pytest.raises(SystemExit, match="must not exist yet, got one"):
+        main(tmp_path)
 
 
 @pytest.mark.slow
