@@ -200,7 +200,7 @@ def results(
 
 
 def on_tiles(rule: str) -> bool:
-    """Return whether the CPU's kernel multiplies tiles of bfloat16 in long heads: rules without removal or value decays."""
+    """Return whether the CPU multiplies tiles of bfloat16 in long heads: rules without removal or value decays."""
     choice = os.environ.get("FWP_CPU_TILES", "auto")
     info = Path("/proc/cpuinfo")
     has_amx = info.exists() and "amx_bf16" in info.read_text(errors="replace")
