@@ -32,7 +32,7 @@ inline Rule rule_of(const Arguments& given) {
   return given.erases ? Rule::delta : Rule::sum;
 }
 
-// The dtypes that kernels on a CPU take: of vectors, where float32 always does for bfloat16, and of rates. Nothing on a
+// The dtypes that a CPU takes: of vectors, where float32 always does for bfloat16, and of rates. Nothing on a
 // GPU, whose kernels take all.
 struct Taken {
   std::optional<at::ScalarType> vectors, rates;
@@ -106,7 +106,7 @@ struct Pass {
   template <typename Device>
   Pass(Device, const Arguments& given, const Tensor& values)
       : size(checked(given, values, Device::kType)), rule(rule_of(given)), state_type(fwp::state_type(given.q)),
-        taken(Device::taken(rule, size, given.q)), in(prepare_all(given, size, taken)),
+        taken(Device::taken(given.q)), in(prepare_all(given, size, taken)),
         state(given.state.value_or(Tensor())), first(given.first.value_or(Tensor())) {}
 
   Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options()); }
@@ -149,9 +149,9 @@ FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, cons
   const Sizes& size = pass.size;
   pass.out = Device::kTokensFirst ? pass.empty({size.B, size.L, size.H, size.Dv}).transpose(1, 2) : pass.empty(size.values());
   pass.last = pass.empty_in_state_type(size.state());
-  if (given.retrieves()) pass.retrieved = pass.empty_in_state_type(pass.size.values());
-  if (given.keeps_states() && (keeps || !pass.taken.on_cpu()))  // kernels on a GPU read the states that they keep
-    pass.kept = pass.empty_in_state_type(pass.kept_sizes());
+  keeps |= !pass.taken.on_cpu();  // kernels on a GPU read what they keep
+  if (keeps && given.retrieves()) pass.retrieved = pass.empty_in_state_type(size.values());
+  if (keeps && given.keeps_states()) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
   pass.segments = pass.empty_in_state_type(pass.segments_sizes(Device::segments(pass)));
   Device::run(pass);
   return {pass.out.to(q.scalar_type()), pass.last, or_nothing(pass.retrieved, pass.last), or_nothing(pass.kept, pass.last),

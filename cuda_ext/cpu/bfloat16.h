@@ -116,4 +116,26 @@ struct Stored {
   }
 };
 
+// The next kCount tokens, whose lines are fetched kColumns columns at a time. Without it passes over tokens outside of the
+// second-level cache took a fifth longer.
+template <typename A, int64_t kCount, int64_t kColumns>
+struct NextTokens {
+  static constexpr int kKinds = 14;
+  const char* tokens[kKinds];
+  int64_t strides[kKinds], bytes[kKinds];
+  int kinds = 0;
+
+  void add(const Stored<A>& x, int64_t first, int64_t columns) {
+    if (x.data && first >= 0) tokens[kinds] = x[first], strides[kinds] = x.stride, bytes[kinds++] = columns * x.item();
+  }
+  // The lines of some columns of token t.
+  FWP_INLINE void fetch(int64_t t, int64_t column) const {
+    if (t < kCount)
+      for (int n = 0; n < kinds; ++n)
+        FWP_UNROLL for (int64_t j = 0; j < kColumns * int64_t(sizeof(A)); j += kLineBytes)
+          if (const int64_t at = column * int64_t(sizeof(A)) + j; at < bytes[n])
+            __builtin_prefetch(tokens[n] + t * strides[n] + at);
+  }
+};
+
 }  // namespace fwp

@@ -36,8 +36,8 @@ class ForgetChunk {
   static constexpr int kPanel = 2;  // vectors of columns that are processed together
   static constexpr int64_t kColumns = kPanel * kLanes<A>;
   static constexpr bool kRetrieves = erases != Erases::kNothing, kRemoves = erases == Erases::kRemoval;
-  static constexpr bool kValuesFade = fades == Fades::kKeyAndValue;
-  static_assert(!kValuesFade || !kRetrieves);
+  static constexpr bool kByHead = fades == Fades::kHead, kValuesFade = fades == Fades::kKeyAndValue;
+  static_assert(!kRetrieves || !kValuesFade);
 
   ForgetChunk(int64_t keys, int64_t values, A* scratch) : keys_(keys), values_(values) {
     for (Tokens<A>* x : {&state_, &d_state_}) *x = take(scratch, state_rows(keys), values);
@@ -72,21 +72,24 @@ class ForgetChunk {
            kChunkTokens * ((11 + 4 * kWriters) * of_key + (10 + 2 * kWriters) * of_value + 4 * kWriters * of_pair + kFaded);
   }
 
-  // kept: rows of the state after every kKeptEvery tokens; may be null, as may a matrix.
-  void forward(int64_t length, const In& in, Matrix<const A> initial, const Stored<A>& out, Tokens<A> retrieved,
-               Tokens<A> kept, Matrix<A> final) {
+  // kept: rows of the state after every kKeptEvery tokens; may be null, as may `retrieved` and a matrix.
+  void forward(int64_t length, const In& in, Matrix<const A> initial, const Stored<A>& out,
+               const Stored<A>& retrieved, Tokens<A> kept, Matrix<A> final) {
     if (length == 1 && initial.data && initial.column_stride == 1)
-      return forward_token(in, initial, out, retrieved.data, final);
+      return forward_token(in, initial, out, retrieved, final);
     bool empty = !initial.data;
     empty ? clear(state_, round_up(keys_, kTileRows)) : copy_in(initial, state_);
     for (int64_t t = 0; t < length; t += kChunkTokens) {
       begin(length - t);
       const int64_t following = t + 2 * kChunkTokens <= length ? t + kChunkTokens : -1;
       expect(in, following);
-      for (const Stored<A>& x : {out, Stored<A>(retrieved)}) next_.add(x, following, values_);
-      prepare(in, t);
-      read_state(seen_query_, empty, read_);
-      if constexpr (kRetrieves) read_state(seen_reader_, empty, found_);
+      for (const Stored<A>& x : {out, retrieved}) next_.add(x, following, values_);
+      if constexpr (kByHead)
+        prepare_by_head(in, t);
+      else
+        prepare(in, t);
+      read_state(kByHead ? query_ : constant(seen_query_), empty, read_);
+      if constexpr (kRetrieves) read_state(kByHead ? writer_[0].key : constant(seen_reader_), empty, found_);
       if constexpr (kValuesFade) {
         load_values(in, {}, t);
         fade_values<Pass::kForward>(output(out, t, values_, read_));
@@ -139,6 +142,8 @@ class ForgetChunk {
   }
 
  private:
+  template <Fades, Erases>
+  friend class ForgetTiles;
   struct Writer {
     Tokens<const A> key;                         // x_s
     Tokens<A> own_key, last, value;              // X_Cs, m_s
@@ -146,26 +151,6 @@ class ForgetChunk {
     Tokens<A> d_key, own_d_key, d_last, d_value, d_with_query, d_with_reader;
   };
   static constexpr int kWriters = kRemoves ? 2 : 1;
-  // The next chunk's tokens, which come a panel at a time while states change. Without it passes over tokens outside of
-  // the second-level cache took a fifth longer.
-  struct Next {
-    static constexpr int kKinds = 14;
-    const char* tokens[kKinds];
-    int64_t strides[kKinds], bytes[kKinds];
-    int kinds = 0;
-
-    void add(const Stored<A>& x, int64_t first, int64_t columns) {
-      if (x.data && first >= 0) tokens[kinds] = x[first], strides[kinds] = x.stride, bytes[kinds++] = columns * x.item();
-    }
-    // The lines of a panel of columns of token t.
-    FWP_INLINE void fetch(int64_t t, int64_t column) const {
-      if (t < kChunkTokens)
-        for (int n = 0; n < kinds; ++n)
-          FWP_UNROLL for (int64_t j = 0; j < kPanel * kVectorBytes; j += kLineBytes)
-            if (const int64_t at = column * int64_t(sizeof(A)) + j; at < bytes[n])
-              __builtin_prefetch(tokens[n] + t * strides[n] + at);
-    }
-  };
   // Vectors of columns that are processed together if two kinds of sums need registers.
   static constexpr int kNarrow = kTileVectors / 2;
   static constexpr int64_t kFaded = kTileRows * kNarrow * kLanes<A>;
@@ -188,7 +173,8 @@ class ForgetChunk {
   Writer writer_[kWriters];
   Tokens<A> total_, d_total_;                       // F_C in the first row; see see_groups()
   Tokens<A> total_of_value_, d_total_of_value_;     // Z_C
-  Next next_;
+  NextTokens<A, kChunkTokens, kColumns> next_;      // a panel at a time while states change
+  A decay_so_far_[kChunkTokens], last_decay_[kChunkTokens];  // by head: c_t and w_t
   A* faded_;                                        // X_ts of four s and a few columns, for every t
 
   static int64_t state_rows(int64_t keys) { return round_up(keys, std::max(kLanes<A>, kTileRows)); }
@@ -258,7 +244,8 @@ class ForgetChunk {
   }
 
   // A decoding step: the operations of a chunk of one token, in their order, without copies of the state.
-  void forward_token(const In& in, Matrix<const A> initial, const Stored<A>& out, A* retrieved, Matrix<A> final) {
+  void forward_token(const In& in, Matrix<const A> initial, const Stored<A>& out, const Stored<A>& retrieved,
+                     Matrix<A> final) {
     const A *query = token(in.q, keys_, own_query_), *reader = own_reader_[0], *fade = own_fade_[0];
     const A *key[kWriters] = {token(in.k, keys_, writer_[0].own_key)}, *given = token(in.v, values_, own_value_);
     if constexpr (kValuesFade) token(in.value_decay, values_, own_value_fade_);
@@ -270,24 +257,13 @@ class ForgetChunk {
       key[1] = token(in.removal, keys_, writer_[1].own_key);
       token(in.removal_key, keys_, own_reader_);
     }
-    A with_query[kWriters][kTileRows];  // the first counts
-    for_columns<kPanel>(keys_, [&](int64_t i, auto vectors) {
-      constexpr int NV = decltype(vectors)::value;
-      Group<A, NV> x, own, faded[kTileRows];
-      own.load_from(query + i, NV * kLanes<A>);
-      for (int n = 0; n < kWriters; ++n) {
-        faded[0].load_from(key[n] + i, NV * kLanes<A>);
-        add_products<1>(own, faded, i > 0, with_query[n]);
-      }
-      x.load_from(fade + i, NV * kLanes<A>);
-      multiply(own, x);
-      own.store_to(seen_query_[0] + i, NV * kLanes<A>);
-      if constexpr (erases == Erases::kKey) {
-        own.load_from(key[0] + i, NV * kLanes<A>);
-        multiply(own, x);
-        own.store_to(own_reader_[0] + i, NV * kLanes<A>);
-      }
-    });
+    Vector<A> with_query[kWriters] = {};
+    for (int64_t i = 0; i < keys_; i += kLanes<A>) {
+      const Vector<A> own = load(query + i), x = kByHead ? A(1) - Vector<A>{} : load(fade + i);
+      for (int n = 0; n < kWriters; ++n) with_query[n] += own * load(key[n] + i);
+      store(seen_query_[0] + i, own * x);
+      if constexpr (erases == Erases::kKey) store(own_reader_[0] + i, load(key[0] + i) * x);
+    }
     const auto run_columns = [&](int64_t j, auto vectors, int64_t n) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
       const auto row = [&](int64_t i) __attribute__((always_inline)) {
@@ -324,13 +300,15 @@ class ForgetChunk {
         }
       }
       read.finish(), found.finish();
+      if constexpr (kByHead)
+        for (Group<A, NV>* x : {&read.total[0], &found.total[0]}) x->scale(in.head_decay[0]), x->round();
       if constexpr (kValuesFade) multiply(read.total[0], of_value), read.total[0].round();
       if constexpr (kRetrieves) {
         if constexpr (kRemoves)
           value[1].clear(), value[1].add(A(-1), found.total[0]);
         else
           value[0].add(A(-1), found.total[0]);
-        (kRemoves ? found.total[0] : value[0]).store_to(retrieved + j, n);
+        if (retrieved.data) (kRemoves ? found.total[0] : value[0]).store_to(retrieved.numbers(0) + j, n);
         value[0].scale(in.rate_at(0));
         for (int64_t i = 0; final.data && i < keys_; ++i) {
           Group<A, NV> w;
@@ -338,7 +316,7 @@ class ForgetChunk {
           write(i, w);
         }
       }
-      for (int m = 0; m < kWriters; ++m) read.total[0].add(with_query[m][0], value[m]);
+      for (int m = 0; m < kWriters; ++m) read.total[0].add(sum_lanes<A>(with_query[m]), value[m]);
       read.total[0].store_to(read_[0] + j, n);
     };
     int64_t j = 0;
@@ -363,50 +341,86 @@ class ForgetChunk {
       writer_[1].key = input(in.removal, t, keys_, writer_[1].own_key);
       reader_ = input(in.removal_key, t, keys_, own_reader_);
     }
-    see_groups();
-    for (Writer& w : writer_) score_groups<kScores>(w);
-    for (int64_t t = kTileRows; kScores && t < rows_; t += kTileRows)
-      for (int64_t s = t - kTileRows; s >= 0; s -= kTileRows) {
-        for (Writer& w : writer_) {
-          score(w, seen_query_, t, s, w.with_query);
-          if constexpr (kRetrieves) score(w, seen_reader_, t, s, w.with_reader);
+    for (int64_t t = 0; t < rows_; t += kTileRows) {
+      for (const Writer& w : writer_) see_group<kScores>(w, t);
+      for (int64_t s = 0; s < t; s += kTileRows)
+        for (const Writer& w : writer_) {
+          if constexpr (kScores) score(constant(seen_query_), constant(w.last), t, s, w.with_query);
+          if constexpr (kScores && kRetrieves) score(constant(seen_reader_), constant(w.last), t, s, w.with_reader);
+          scale_rows(w.last, s, t);
         }
-        scale_rows(seen_query_, t, s);
-        if constexpr (kRetrieves) scale_rows(seen_reader_, t, s);
-      }
-    for (int64_t t = kTileRows; t < rows_; t += kTileRows) {
-      for (Writer& w : writer_)
-        for (int64_t s = 0; s < t; s += kTileRows) scale_rows(w.last, s, t);
+      if (t == 0) continue;
+      if constexpr (kScores) scale_rows(seen_query_, t, 0);
+      if constexpr (kScores && kRetrieves) scale_rows(seen_reader_, t, 0);
       for (int64_t i = 0; i < keys_; i += kLanes<A>) store(total_[0] + i, load(total_[0] + i) * load(total_[t] + i));
     }
   }
 
-  // Queries and readers after the decays of their group of kTileRows tokens; total_[t]: the decays of the group at t.
-  void see_groups() {
-    for_columns<kPanel>(keys_, [&](int64_t i, auto vectors) {
-      constexpr int NV = decltype(vectors)::value;
-      constexpr int64_t width = NV * kLanes<A>;
-      Group<A, NV> so_far, fade, x;
-      for (int64_t t = 0; t < rows_; ++t) {
-        if (t % kTileRows == 0) FWP_UNROLL for (int n = 0; n < NV; ++n) so_far.x[n] = A(1) - Vector<A>{};
-        fade.load_from(fade_[t] + i, width);
-        if constexpr (erases == Erases::kKey) {
-          x.load_from(writer_[0].key[t] + i, width);
-          multiply(x, fade);
-          x.store_to(own_reader_[t] + i, width);
+  // The same for decays by head: products of tokens first, then their decays. Queries and keys are read as they are.
+  void prepare_by_head(const In& in, int64_t first) {
+    const Writer& w = writer_[0];
+    query_ = input(in.q, first, keys_, own_query_);
+    writer_[0].key = input(in.k, first, keys_, w.own_key);
+    std::memset(last_decay_, 0, sizeof last_decay_);
+    A so_far = 1;
+    for (int64_t t = 0; t < rows_; ++t) {
+      if (t % kTileRows == 0)
+        for (int64_t s = 0; s <= t; s += kTileRows) {
+          score(query_, w.key, t, s, w.with_query);
+          if constexpr (kRetrieves) score(w.key, w.key, t, s, w.with_reader);
         }
-        if constexpr (kRetrieves) {
-          x.load_from(reader_[t] + i, width);
-          multiply(x, so_far);
-          x.store_to(seen_reader_[t] + i, width);
-        }
-        multiply(so_far, fade);
-        x.load_from(query_[t] + i, width);
-        multiply(x, so_far);
-        x.store_to(seen_query_[t] + i, width);
-        if (t % kTileRows == kTileRows - 1) so_far.store_to(total_[t - t % kTileRows] + i, width);
+      const A decay = t < count_ ? in.head_decay[first + t] : 1;
+      decay_so_far_[t] = so_far *= decay;
+      for (int64_t s = 0; s < t; ++s) {
+        last_decay_[s] *= decay;
+        if constexpr (kRetrieves) w.with_reader[t][s] *= last_decay_[s];
+        w.with_query[t][s] *= last_decay_[s];
       }
-    });
+      last_decay_[t] = 1;
+    }
+    fill(total_[0], keys_, so_far);
+  }
+
+  // A group of kTileRows tokens: queries and readers after its decays, the products of a writer's keys with them, and the keys
+  // as its last token sees them. total_[s]: the decays of the group at s.
+  template <bool kScores>
+  void see_group(const Writer& w, int64_t s) const {
+    constexpr int kProducts = kTileRows * kTileRows;  // t(t - 1) / 2 with readers, t(t + 1) / 2 with queries
+    static_assert(kProducts % kLanes<A> == 0);
+    Vector<A> sum[kProducts];
+    FWP_UNROLL for (int n = 0; n < kProducts; ++n) sum[n] = Vector<A>{};
+    for (int64_t i = 0; i < keys_; i += kLanes<A>) {
+      Vector<A> so_far = A(1) - Vector<A>{}, faded[kTileRows];
+      FWP_UNROLL for (int t = 0; t < kTileRows; ++t) {
+        const Vector<A> own = load(w.key[s + t] + i), fade = load(fade_[s + t] + i);
+        if constexpr (kScores && kRetrieves) {
+          const Vector<A> reader = kRemoves ? load(reader_[s + t] + i) : own * fade;
+          if (!kRemoves) store(own_reader_[s + t] + i, reader);
+          store(seen_reader_[s + t] + i, reader * so_far);
+          FWP_UNROLL for (int m = 0; m < t; ++m) sum[t * t + m] += reader * faded[m];
+        }
+        so_far *= fade;
+        FWP_UNROLL for (int m = 0; m < t; ++m) faded[m] *= fade;
+        faded[t] = own;
+        if constexpr (kScores) {
+          const Vector<A> query = load(query_[s + t] + i);
+          store(seen_query_[s + t] + i, query * so_far);
+          FWP_UNROLL for (int m = 0; m <= t; ++m) sum[t * t + t + m] += query * faded[m];
+        }
+      }
+      store(total_[s] + i, so_far);
+      FWP_UNROLL for (int m = 0; m < kTileRows; ++m) store(w.last[s + m] + i, faded[m]);
+    }
+    if constexpr (!kScores) return;
+    A product[kProducts];
+    FWP_UNROLL for (int n = 0; n < kProducts; n += kLanes<A>) {
+      sum_lanes_of_each<A>(sum + n);
+      store(product + n, sum[n]);
+    }
+    FWP_UNROLL for (int t = 0; t < kTileRows; ++t) {
+      if constexpr (kRetrieves) std::memcpy(w.with_reader[s + t] + s, product + t * t, t * sizeof(A));
+      std::memcpy(w.with_query[s + t] + s, product + t * t + t, (t + 1) * sizeof(A));
+    }
   }
 
   // Four rows of x times the decays of the group at s.
@@ -418,10 +432,9 @@ class ForgetChunk {
   }
 
   // The products of the tokens of group t with the keys of the earlier group s, as its last token sees them.
-  void score(const Writer& w, Tokens<A> seen, int64_t t, int64_t s, Tokens<A> products) const {
+  void score(Tokens<const A> seen, Tokens<const A> key, int64_t t, int64_t s, Tokens<A> products) const {
     for (int m = 0; m < kTileRows; m += kTileVectors)
-      multiply_tile<A>(constant(from_row(seen, t)), constant(from_row(w.last, s + m)), keys_, products[t] + s + m,
-                       products.stride);
+      multiply_tile<A>(from_row(seen, t), from_row(key, s + m), keys_, products[t] + s + m, products.stride);
   }
 
   template <int NV>
@@ -432,16 +445,12 @@ class ForgetChunk {
   // Call f(t, how many of the tokens s to s + 3 are before t) for t = s, s + 1, ..., or in reverse. The count is a
   // constant.
   template <typename F>
-  static FWP_INLINE void for_group(int64_t s, F f) {
+  FWP_INLINE void for_tokens_from(int64_t s, F f) const {
     static_assert(kTileRows == 4 && kChunkTokens % kTileRows == 0);
     f(s, std::integral_constant<int, 0>{});
     f(s + 1, std::integral_constant<int, 1>{});
     f(s + 2, std::integral_constant<int, 2>{});
     f(s + 3, std::integral_constant<int, 3>{});
-  }
-  template <typename F>
-  FWP_INLINE void for_tokens_from(int64_t s, F f) const {
-    for_group(s, f);
     for (int64_t t = s + kTileRows; t < rows_; ++t) f(t, Rows{});
   }
   template <typename F>
@@ -477,35 +486,15 @@ class ForgetChunk {
     }
   }
 
-  // The products of a writer's keys with the queries and readers of their group, and the keys as its last token sees
-  // them.
-  template <bool kScores>
-  void score_groups(Writer& w) const {
-    for_columns<kPanel>(keys_, [&](int64_t i, auto vectors) {
-      constexpr int NV = decltype(vectors)::value;
-      for (int64_t s = 0; s < rows_; s += kTileRows) {
-        Group<A, NV> faded[kTileRows];
-        FWP_UNROLL for (int m = 0; m < kTileRows; ++m) faded[m].clear();
-        for_group(s, [&](int64_t t, auto earlier) __attribute__((always_inline)) {
-          constexpr int before = decltype(earlier)::value;
-          Group<A, NV> own;
-          if constexpr (kScores && kRetrieves && before > 0) {
-            own.load_from(reader_[t] + i, NV * kLanes<A>);
-            add_products<before>(own, faded, i > 0, w.with_reader[t] + s);
-          }
-          advance<before>(w.key[t] + i, fade_[t] + i, faded);
-          if constexpr (kScores) {
-            own.load_from(query_[t] + i, NV * kLanes<A>);
-            add_products<before + 1>(own, faded, i > 0, w.with_query[t] + s);
-          }
-        });
-        FWP_UNROLL for (int m = 0; m < kTileRows; ++m) faded[m].store_to(w.last[s + m] + i, NV * kLanes<A>);
-      }
-    });
+  void read_state(Tokens<const A> key, bool empty, Tokens<A> read) const {
+    if (empty) return clear(read, rows_);
+    multiply_matrices<A>(key, rows_, constant(state_), keys_, values_, read);
+    if constexpr (kByHead) scale_tokens(decay_so_far_, read, read);
   }
-
-  void read_state(Tokens<A> key, bool empty, Tokens<A> read) const {
-    empty ? clear(read, rows_) : multiply_matrices<A>(constant(key), rows_, constant(state_), keys_, values_, read);
+  // to = factor[t] * x.
+  void scale_tokens(const A* factor, Tokens<A> x, Tokens<A> to) const {
+    for (int64_t t = 0; t < rows_; ++t)
+      for (int64_t j = 0; j < values_; j += kLanes<A>) store(to[t] + j, load(x[t] + j) * factor[t]);
   }
 
   // Turn values into sequential writes. Each depends on what the writes before it have left under the token's key.
@@ -636,6 +625,10 @@ class ForgetChunk {
   void advance_state(bool empty, Tokens<A> copy = {}) const {
     std::array<Factors<A>, kWriters> writes;
     for (int n = 0; n < kWriters; ++n) writes[n] = {constant(writer_[n].last), constant(writer_[n].value)};
+    if constexpr (kByHead) {
+      scale_tokens(last_decay_, writer_[0].value, writer_[0].d_value);
+      writes[0] = {writer_[0].key, constant(writer_[0].d_value)};
+    }
     change_rows(empty, writes, state_, copy);
   }
 

@@ -1,12 +1,12 @@
-// Rules with a decay per head on tokens in bfloat16, by products of tiles (amx.h). The chunks are those of forget_chunk.h,
-// twice as long, and a chunk is solved by the inverse of one matrix (../rule.h has the symbols):
+// Rules with a decay per head or, forward, per key on tokens in bfloat16, by products of tiles (amx.h). The chunks are those
+// of forget_chunk.h, twice as long, and a chunk is solved by the inverse of one matrix (../rule.h has the symbols):
 //
 //     E = (I + A b)^-1 (V - c K W), A_ts = F_ts (k_t . k_s) for s < t      U = b E  (b V if nothing is erased)
 //     out = c Q W + P U, P_ts = F_ts (q_t . k_s) for s <= t                W_C = c_C W + K^T (w U)
 //
-// Queries, keys and values are exact in bfloat16. All other factors are sums of two such numbers, of whose products only
-// that of the lower parts is left out. So the error of W is below 1e-5, and that of out its own rounding. ../README.md
-// derives the backward pass.
+// Values are exact in bfloat16, and so are queries and keys, unless they fade by key before their products. All other
+// factors are sums of two such numbers, of whose products only that of the lower parts is left out. So the error of W is
+// below 1e-5, and that of out its own rounding. ../README.md derives the backward pass.
 //
 // Tokens are padded with zeros, and what a token must not see is multiplied by zero. So a number that is not finite would
 // reach earlier tokens: from its token on, a chunk is left to ForgetChunk, and its whole backward pass. The first token of
@@ -18,16 +18,17 @@
 
 namespace fwp {
 
-template <Erases erases>
+template <Fades fades, Erases erases>
 class ForgetTiles {
  public:
   using Number = float;
-  using Chunk = ForgetChunk<float, Fades::kKey, erases>;
+  using Chunk = ForgetChunk<float, fades, erases>;
+  using BackwardChunk = ForgetChunk<float, Fades::kKey, erases>;
   using In = typename Chunk::In;
   using Gradients = typename Chunk::Gradients;
   static constexpr int64_t kTokens = kProductSide;   // of a chunk
   static constexpr int64_t kColumns = kProductSide;  // of a panel of values
-  static constexpr bool kErases = erases == Erases::kKey;
+  static constexpr bool kErases = erases == Erases::kKey, kByKey = fades == Fades::kKey;
   static_assert(kTokens == kKeptEvery && erases != Erases::kRemoval);
 
   ForgetTiles(int64_t keys, int64_t values, float* scratch)
@@ -35,6 +36,7 @@ class ForgetTiles {
     for (Tokens<float>* x : {&state_, &gradient_, &next_gradient_})
       *x = take(scratch, steps_ * kProductSide, round_up(values, kColumns));
     for (Tokens<float>* x : {&first_out_, &first_error_}) *x = take(scratch, 1, round_up(values, kColumns));
+    total_ = take(scratch, 1, steps_ * kProductSide);
     for (FactorTile** x : {&key_, &query_, &key_by_token_, &key_of_token_, &query_of_token_, &key_by_dim_, &query_by_dim_})
       *x = take_tiles(scratch, 2 * steps_);
     for (Parts* x : {&inverse_, &scores_, &left_, &rest_, &write_, &last_, &erased_, &by_column_})
@@ -49,13 +51,13 @@ class ForgetTiles {
 
   static int64_t scratch_size(int64_t keys, int64_t values) {
     const int64_t steps = round_up(keys, kProductSide) / kProductSide, row = padded<float>(round_up(values, kColumns));
-    return (3 * steps * kProductSide + 2) * row + (18 * steps + 8 * 4) * kTile +
-           (13 + 3 * steps) * kBlock + Chunk::scratch_size(keys, values);
+    return (3 * steps * kProductSide + 2) * row + padded<float>(steps * kProductSide) + (18 * steps + 8 * 4) * kTile +
+           (13 + 3 * steps) * kBlock + (1 + kByKey) * Chunk::scratch_size(keys, values);
   }
 
   // As ForgetChunk::forward.
   void forward(const TileUnit& unit, int64_t length, const In& in, Matrix<const float> initial, const Stored<float>& out,
-               Tokens<float> retrieved, Tokens<float> kept, Matrix<float> final) {
+               const Stored<float>& retrieved, Tokens<float> kept, Matrix<float> final) {
     unit_ = &unit, in_ = in, out_ = out, retrieved_ = retrieved, empty_ = !initial.data;
     unit.configure();
     copy_in(initial, state_);
@@ -89,7 +91,7 @@ class ForgetTiles {
         std::swap(gradient_, next_gradient_);
       } else {
         const Matrix<float> gradient{gradient_.data, gradient_.stride, 1};
-        Chunk(keys_, values_, for_chunk_)
+        BackwardChunk(keys_, values_, for_chunk_)
             .backward(count, at(in_, start_), before, of_chunk, {}, d_read, {gradient.data, gradient.row_stride, 1}, own,
                       gradient);
       }
@@ -110,13 +112,12 @@ class ForgetTiles {
   const int64_t keys_, values_, steps_;
   const TileUnit* unit_ = nullptr;
   In in_;
-  Stored<float> out_;
-  Tokens<float> retrieved_;  // may be null
+  Stored<float> out_, retrieved_;  // the second may be null
   int64_t start_ = 0;        // of the chunk
   bool empty_ = true;        // whether W is zero, before the first chunk
   bool finite_ = true;       // whether the factors of the chunk are
   Tokens<float> state_, gradient_, next_gradient_;  // W, the gradient of W' and that of W
-  Tokens<float> first_out_, first_error_;           // the first token's results
+  Tokens<float> first_out_, first_error_, total_;   // the first token's results; by key: c_C
   FactorTile *key_, *query_, *key_by_token_;            // K and Q as left factors, K^T as a right one
   FactorTile *key_of_token_, *query_of_token_;          // K^T and Q^T on the left
   FactorTile *key_by_dim_, *query_by_dim_;              // K and Q on the right
@@ -151,13 +152,13 @@ class ForgetTiles {
   // Tokens, or gradients of tokens, from t on.
   template <typename X>
   static X at(X x, int64_t t) {
-    for (Stored<float>* y : {&x.q, &x.k, &x.v}) y->data += t * y->stride;
+    for (Stored<float>* y : {&x.q, &x.k, &x.v, &x.key_decay}) y->data = y->data ? y->data + t * y->stride : nullptr;
     for (auto* y : {&x.head_decay, &x.rate}) y->data = y->data ? y->data + t * y->stride : nullptr;
     return x;
   }
   // Tokens from t on by ForgetChunk, on some columns, from the state before them. It changes the state if `changes`.
   void run_without_tiles(int64_t t, int64_t length, int64_t column, int64_t columns, bool changes,
-                         const Stored<float>& out, Tokens<float> retrieved) {
+                         const Stored<float>& out, const Stored<float>& retrieved) {
     const Matrix<float> state{state_.data + column, state_.stride, 1};
     const Matrix<const float> before{empty_ && t == start_ ? nullptr : state.data, state.row_stride, 1};
     In in = at(in_, t);
@@ -165,16 +166,13 @@ class ForgetTiles {
     Chunk(keys_, columns, for_chunk_)
         .forward(length, in, before, out, retrieved, {}, changes ? state : Matrix<float>{});
   }
-  Stored<float> out_from(int64_t t, int64_t column) const {
-    return Stored<float>(out_[t], out_.stride, out_.half).from(column);
-  }
-  Tokens<float> retrieved_from(int64_t t, int64_t column) const {
-    return retrieved_.data ? from_row(retrieved_, t).from(column) : retrieved_;
+  static Stored<float> from(const Stored<float>& x, int64_t t, int64_t column) {
+    return Stored<float>(x.data ? x[t] : nullptr, x.stride, x.half).from(column);
   }
 
   void run_chunk(int64_t count) {
     if (count == 1)
-      return run_without_tiles(start_, 1, 0, values_, true, out_from(start_, 0), retrieved_from(start_, 0));
+      return run_without_tiles(start_, 1, 0, values_, true, from(out_, start_, 0), from(retrieved_, start_, 0));
     run_without_tiles(start_, 1, 0, values_, false, first_out_, first_error_);
     prepare(count);
     for (int64_t j = 0; j < values_; j += kColumns)
@@ -194,7 +192,7 @@ class ForgetTiles {
     }
     if (good) try_tokens(good), commit(j, good);
     const int64_t t = start_ + good;
-    run_without_tiles(t, count - good, j, columns_from(j), true, out_from(t, j), retrieved_from(t, j));
+    run_without_tiles(t, count - good, j, columns_from(j), true, from(out_, t, j), from(retrieved_, t, j));
     prepare(count);
   }
 
@@ -222,14 +220,14 @@ class ForgetTiles {
     }
   }
   // A block as a left factor, whose pairs are columns n and n + 16; as a right one, whose pairs are rows n and n + 16.
-  static FWP_INLINE void split_line(const Line& x, int64_t t, const Parts& to, Vector<float>& bad) {
+  static FWP_INLINE void split_line(const Line& x, int64_t t, const Parts& to, Vector<float>& bad, int64_t steps = 1) {
     Row first, second;
     FWP_UNROLL for (int n = 0; n < kVectors / 2; ++n) first.x[n] = x.x[n], second.x[n] = x.x[n + kVectors / 2];
-    const int64_t tile = t / kTileSide, pair = t % kTileSide;
+    const int64_t tile = t / kTileSide * steps, pair = t % kTileSide;
     split(first, second, to.high[tile].pairs[pair], to.low[tile].pairs[pair], bad);
   }
-  static void split_left(const float* block, int64_t stride, const Parts& to, Vector<float>& bad) {
-    for (int64_t t = 0; t < kProductSide; ++t) split_line(line(block + t * stride), t, to, bad);
+  static void split_left(const float* block, int64_t stride, const Parts& to, Vector<float>& bad, int64_t steps = 1) {
+    for (int64_t t = 0; t < kProductSide; ++t) split_line(line(block + t * stride), t, to, bad, steps);
   }
   static void split_right(const float* block, const Parts& to, Vector<float>& bad) {
     for (int64_t t = 0; t < kTileSide; ++t)
@@ -238,12 +236,13 @@ class ForgetTiles {
         split(row(x), row(x + kTileSide * kProductSide), to.high[tile].pairs[t], to.low[tile].pairs[t], bad);
       }
   }
-  // A panel of columns of a state on the right, whose pairs are neighboring rows.
+  // A panel of columns of a state on the right, whose pairs are neighboring rows, or with decays by key rows n and n + 16.
   void split_state(Tokens<float> state, int64_t j, const Parts& to, Vector<float>& bad) const {
     for (int64_t i = 0; i < steps_ * kTileSide; ++i)
       FWP_UNROLL for (int tile = 0; tile < 2; ++tile) {
         const int64_t n = tile * steps_ + i / kTileSide, column = j + tile * kTileSide;
-        split(row(state[2 * i] + column), row(state[2 * i + 1] + column), to.high[n].pairs[i % kTileSide],
+        const int64_t first = kByKey ? i + i / kTileSide * kTileSide : 2 * i, second = first + (kByKey ? kTileSide : 1);
+        split(row(state[first] + column), row(state[second] + column), to.high[n].pairs[i % kTileSide],
               to.low[n].pairs[i % kTileSide], bad);
       }
   }
@@ -265,13 +264,14 @@ class ForgetTiles {
     const TileFactors factors[] = {{left.low, right}, {left.high, right}};
     unit_->multiply(factors, 2, 1, sums);
   }
-  void multiply(const Parts& left, const Parts& right, float* sums) const {
+  void multiply(const Parts& left, const Parts& right, float* sums, int64_t steps = 1) const {
     const TileFactors factors[] = {{left.low, right.high}, {left.high, right.low}, {left.high, right.high}};
-    unit_->multiply(factors, 3, 1, sums);
+    unit_->multiply(factors, 3, steps, sums);
   }
 
   // Everything that needs queries, keys, decays and rates only, of the first tokens of the chunk.
   void prepare(int64_t count) {
+    if constexpr (kByKey) return prepare_by_key(count);
     copy_tokens(in_.q, count, query_);
     copy_tokens(in_.k, count, key_);
     turn(key_, 2 * steps_, key_by_token_);
@@ -279,8 +279,55 @@ class ForgetTiles {
     const TileFactors of_query[] = {{query_, key_by_token_}}, of_key[] = {{key_, key_by_token_}};
     unit_->multiply(of_query, 1, steps_, with_query_);
     if constexpr (kErases) unit_->multiply(of_key, 1, steps_, with_key_);
-    fade(count);
+    fade(count, Vector<float>{});
   }
+
+  // Some dimensions of a left factor in parts.
+  static Parts of_block(const Parts& x, int64_t tiles) { return {x.high + tiles, x.low + tiles}; }
+
+  // The same for decays by key: scores of ForgetChunk, queries and keys after the decays before them, and keys after those that
+  // follow. None is exact, and their memory is that of exact ones, and of the backward pass.
+  void prepare_by_key(int64_t count) {
+    const int64_t halves = count > kChunkTokens ? 2 : 1;
+    Chunk half[] = {{keys_, values_, for_chunk_}, {keys_, values_, for_chunk_ + Chunk::scratch_size(keys_, values_)}};
+    for (float* x : {with_query_, with_key_}) std::memset(x, 0, kBlock * sizeof(float));
+    for (float* x : {from_read_, from_found_, from_write_}) std::memset(x, 0, steps_ * kBlock * sizeof(float));
+    for (int64_t h = 0; h < halves; ++h) half[h].begin(count - h * kChunkTokens), half[h].prepare(in_, start_ + h * kChunkTokens);
+    const float* const total[] = {half[0].total_[0], halves == 2 ? half[1].total_[0] : nullptr};
+    for (int64_t i = 0; i < steps_ * kProductSide; ++i)
+      total_[0][i] = i < keys_ ? total[0][i] * (total[1] ? total[1][i] : 1) : 1;
+    for (int64_t h = 0; h < halves; ++h) {
+      const auto& writer = half[h].writer_[0];
+      const int64_t first = h * kChunkTokens;
+      const auto put = [&](Tokens<float> x, const float* factor, float* blocks) {
+        for (int64_t t = 0; t < half[h].count_; ++t)
+          for (int64_t i = 0; i < keys_; ++i)
+            blocks[i / kProductSide * kBlock + (first + t) * kProductSide + i % kProductSide] =
+                x[t][i] * (factor ? factor[i] : 1);
+      };
+      const auto put_scores = [&](Tokens<float> seen, Tokens<float> scores, int64_t own, float* block) {
+        const Tokens<float> to{block + first * kTokens, kTokens};
+        if (h) multiply_rows(constant(seen), half[0].writer_[0].last, half[1].rows_, kChunkTokens, keys_, to);
+        for (int64_t t = 0; t < half[h].count_; ++t) std::memcpy(to[t] + first, scores[t], (t + own) * sizeof(float));
+      };
+      put_scores(half[h].seen_query_, writer.with_query, 1, with_query_);
+      if constexpr (kErases) put_scores(half[h].seen_reader_, writer.with_reader, 0, with_key_);
+      put(half[h].seen_query_, h ? total[0] : nullptr, from_read_);
+      if constexpr (kErases) put(half[h].seen_reader_, h ? total[0] : nullptr, from_found_);
+      put(writer.last, h ? nullptr : total[1], from_write_);
+    }
+    Vector<float> bad = {};
+    for (int64_t i = 0; i < steps_; ++i) {
+      split_left(from_read_ + i * kBlock, kProductSide, of_block(seen_query(), i), bad, steps_);
+      if constexpr (kErases) split_left(from_found_ + i * kBlock, kProductSide, of_block(seen_key(), i), bad, steps_);
+      split_right(from_write_ + i * kBlock, rest_, bad);
+      turn(rest_, 2, of_block(last_key(), 2 * i));
+    }
+    fade(count, bad);
+  }
+  Parts seen_query() const { return {query_, query_by_dim_}; }
+  Parts seen_key() const { return {key_, key_by_dim_}; }
+  Parts last_key() const { return {key_of_token_, query_of_token_}; }
 
   // The chunk's queries or keys as a left factor.
   void copy_tokens(const Stored<float>& x, int64_t count, FactorTile* to) const {
@@ -301,16 +348,15 @@ class ForgetTiles {
       }
   }
 
-  // d, P, (I + X)^-1 and products of decays.
-  void fade(int64_t count) {
+  // d, P, (I + X)^-1 and products of decays. Scores with decays by key have them.
+  void fade(int64_t count, Vector<float> bad) {
     float index[kTokens], product = 1;
-    Vector<float> bad = {};
     for (int64_t t = 0; t < kTokens; ++t) index[t] = t, rate_[t] = t < count ? in_.rate_at(start_ + t) : 0;
     const Line place = line(index), rate = line(rate_);
     Line faded, own;
     faded.clear();
     for (int64_t t = 0; t < kTokens; ++t) {
-      const float decay = t < count ? in_.head_decay[start_ + t] : 1;
+      const float decay = !kByKey && t < count ? in_.head_decay[start_ + t] : 1;
       so_far_[t] = product *= decay;
       faded.scale(decay);
       if constexpr (kErases) {
@@ -373,10 +419,16 @@ class ForgetTiles {
   bool compute(int64_t j, int64_t count) {
     Vector<float> bad = {};
     split_state(state_, j, of_state_, bad);
-    multiply(query_, of_state_, steps_, read_);
+    if constexpr (kByKey)
+      multiply(seen_query(), of_state_, read_, steps_);
+    else
+      multiply(query_, of_state_, steps_, read_);
     read_block(in_.v.from(j), start_, count, columns_from(j), error_);
     if constexpr (kErases) {
-      multiply(key_, of_state_, steps_, found_);
+      if constexpr (kByKey)
+        multiply(seen_key(), of_state_, found_, steps_);
+      else
+        multiply(key_, of_state_, steps_, found_);
       for (int64_t t = 0; t < count; ++t) {
         Line rest = line(error_ + t * kColumns);
         rest.subtract(so_far_[t], line(found_ + t * kColumns));
@@ -401,15 +453,17 @@ class ForgetTiles {
 
   // Deliver what compute() has found, and change the state.
   void commit(int64_t j, int64_t count) {
-    const Stored<float> out = out_.from(j);
+    const Stored<float> out = out_.from(j), retrieved = retrieved_.from(j);
     for (int64_t t = 0; t < count; ++t) {
       out.write_from(t ? read_ + t * kColumns : first_out_[0] + j, start_ + t, columns_from(j));
-      if (kErases && retrieved_.data)
-        std::memcpy(retrieved_[start_ + t] + j, t ? error_ + t * kColumns : first_error_[0] + j,
-                    columns_from(j) * sizeof(float));
+      if (kErases && retrieved.data)
+        retrieved.write_from(t ? error_ + t * kColumns : first_error_[0] + j, start_ + t, columns_from(j));
     }
     for (int64_t i = 0; i < steps_; ++i) {
-      multiply(key_of_token_ + 2 * i, last_, 1, found_);
+      if constexpr (kByKey)
+        multiply(of_block(last_key(), 2 * i), last_, found_);
+      else
+        multiply(key_of_token_ + 2 * i, last_, 1, found_);
       change_state(i, j, state_, state_);
     }
   }
@@ -417,7 +471,7 @@ class ForgetTiles {
   void change_state(int64_t i, int64_t j, Tokens<float> before, Tokens<float> after) const {
     for (int64_t r = 0; r < kProductSide; ++r) {
       Line x = line(found_ + r * kColumns);
-      x.add(so_far_[kTokens - 1], line(before[i * kProductSide + r] + j));
+      x.add(kByKey ? total_[0][i * kProductSide + r] : so_far_[kTokens - 1], line(before[i * kProductSide + r] + j));
       x.store_to(after[i * kProductSide + r] + j, kColumns);
     }
   }

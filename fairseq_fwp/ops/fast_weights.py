@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
     state: Tensor | None = None
     first: Tensor | None = None
     erases: bool = False
-    keeps: bool = True  # whether a backward pass may follow: without one, kernels keep no states for it
+    keeps: bool = True  # whether a backward pass may follow: without one, kernels keep nothing for it
 
     @property
     def tokens(self) -> tuple[Tensor, ...]:
@@ -170,7 +170,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         return torch.ops.fwp.fast_weights(*inputs)
     out, _, retrieved, kept, segments = _allocate(inputs)
     computed, state, _ = reference.forward(reference_of(inputs), inputs.tokens, inputs.state, inputs.first)
-    if inputs.erases:
+    if inputs.erases and inputs.keeps:
         retrieved.copy_(inputs.v)
     return out.copy_(computed), state, retrieved, kept, segments
 
@@ -185,7 +185,8 @@ def _allocate(inputs: Inputs) -> tuple[Tensor, ...]:
     """Return uninitialised memory for the results."""
     q, v, dtype = inputs.q, inputs.v, state_dtype(inputs.q.dtype)
     sizes = (q.shape[3], v.shape[3])
-    retrieved = q.new_empty(v.shape if inputs.erases or inputs.removal_key is not None else (0,), dtype=dtype)
+    retrieves = inputs.keeps and (inputs.erases or inputs.removal_key is not None)
+    retrieved = q.new_empty(v.shape if retrieves else (0,), dtype=dtype)
     segments = segments_of(*v.shape[1:3]) if q.is_cuda and q.dtype == torch.bfloat16 else 0
     shape_of_kept = (*v.shape[:2], v.shape[2] // KEPT_EVERY, *sizes) if inputs.keeps_states else (0,)
     heads, length = v.shape[1:3]

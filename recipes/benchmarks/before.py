@@ -1,7 +1,7 @@
 """Compare an earlier version with this one: `python before.py FOLDER`, a checkout whose recipes/setup.sh has run.
 
-Measured are the kernels at the shapes of operators.py and at those of today's models; with `--bfloat16` those that
-forget, in both dtypes; with `--models` whole models: a training step and decoding token by token. float32 where nothing
+Measured are the kernels at the shapes of operators.py and at those of today's models; with `--bfloat16` these in both
+dtypes; with `--models` whole models: a training step and decoding token by token. float32 where nothing
 else is said, CPU time of one thread. Each installation runs in a separate
 process. They take turns, so that a slow moment affects both. Each round has a product of matrices, today's floor.
 """
@@ -32,6 +32,7 @@ RULES = (*OURS, f"gla, {HEAD}", f"gla, {KEY}", f"gated_delta, {HEAD}", f"gated_d
 FORGETTING = {
     f"{rule}, {decay}": of for rule, of in (("gla", "sum"), ("gated_delta", "delta")) for decay in (HEAD, KEY)
 }
+IN_BFLOAT16 = (*PASSES, *FORGETTING, "decay", "rwkv7", "gdn2")
 SHARES = {"d = 128": {FORWARD: 0.7, TRAINING: 0.55}, "d = 64": {FORWARD: 0.55, TRAINING: 0.45}}
 # Models of four layers, by their flags; sequences and tokens of a training step.
 MODELS = {
@@ -66,11 +67,11 @@ def kernel_calls():
 
 
 def bfloat16_calls():
-    """Return the same for rules that forget, at the shapes of today's models, in float32 and in bfloat16."""
+    """Return the same for more rules, at the shapes of today's models, in float32 and in bfloat16."""
     found = {}
     for (where, shape), dtype in itertools.product(TODAY.items(), (torch.float32, torch.bfloat16)):
         gradient, kind = torch.randn(*shape[:3], shape[4]).to(dtype), str(dtype).removeprefix("torch.")
-        for name in FORGETTING:
+        for name in IN_BFLOAT16:
             rule, chosen = inputs.call(name), inputs.leaves(name, shape, dtype)
             found[f"{name}, {kind}, {TRAINING}", where] = partial(inputs.training_step, rule, chosen, gradient)
             found[f"{name}, {kind}, {FORWARD}", where] = partial(rule, *(x.detach() for x in chosen))
@@ -181,7 +182,7 @@ def shares(record):
 def in_bfloat16(record):
     """Return the rows of bfloat16 over float32."""
     rows = []
-    for where, name, stage in itertools.product(TODAY, FORGETTING, (FORWARD, TRAINING)):
+    for where, name, stage in itertools.product(TODAY, IN_BFLOAT16, (FORWARD, TRAINING)):
         over, under = ((where, f"{name}, {kind}, {stage}", "now") for kind in ("bfloat16", "float32"))
         goal = Goal(f"{name}, bfloat16 over float32, {stage}", where, 1, at_most=True)
         rows.append(compare(record, goal, over, under))
@@ -199,7 +200,7 @@ def goals(record):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="checkout of the earlier version")
-    parser.add_argument("--bfloat16", action="store_true", help="compare rules that forget in float32 and in bfloat16")
+    parser.add_argument("--bfloat16", action="store_true", help="compare float32 and bfloat16")
     parser.add_argument("--models", action="store_true", help="compare whole models instead of kernels")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.operator_fixtures import on_one_and_three_threads
 from support.pairwise import looped
 from support.subjects import (
     COMBINATIONS,
@@ -85,26 +86,30 @@ def test_what_the_backward_pass_gets_may_have_any_strides():
 
 @every_kernel
 @looped("shape", [(1, 2, 70, 16, 16), (1, 2, 70, 9, 20), (1, 2, 70, 48, 50)])
-def test_without_a_gradient_no_states_are_kept(rule, shape):
+def test_without_a_gradient_nothing_is_kept(rule, shape):
     """That changes no bit of the results."""
     inputs = sample_inputs(rule, shape, torch.float32)
-    assert OPERATOR(*operands(rule, inputs), False)[3].numel() == 0
+    assert [x.numel() for x in OPERATOR(*operands(rule, inputs), False)[2:4]] == [0, 0]
     with_gradient = kernel_or_auto(rule)(**inputs | {"v": inputs["v"].clone().requires_grad_()})
     assert all(map(torch.equal, kernel_or_auto(rule)(**inputs), with_gradient))
 
 
-@looped("rule", ["gla", "gla_by_key", "gated_delta", "gated_delta_by_key", "decay"])
+IN_CHUNKS = ("gla", "gla_by_key", "gated_delta", "gated_delta_by_key", "decay")
+BY_COPIES = ((rule, (2, 2, 270, 24, 42)) for rule in ("sum", "delta", *IN_CHUNKS))
+
+
+@looped("rule, shape", [*((rule, (1, 2, 70, 48, 50)) for rule in IN_CHUNKS), *BY_COPIES])
 @looped("heads", [1, 2])
-def test_bfloat16_is_computed_in_float32_and_rounded_once(monkeypatch, rule, heads):
+def test_bfloat16_is_computed_in_float32_and_rounded_once(monkeypatch, rule, shape, heads):
     """Without the tiles of a processor with AMX. heads: of q and k."""
     monkeypatch.setenv("FWP_CPU_TILES", "off")
-    inputs = sample_inputs(rule, (1, 2, 70, 48, 50), torch.bfloat16)
+    inputs = sample_inputs(rule, shape, torch.bfloat16)
     gradients = cotangents(inputs)
     inputs |= {name: inputs[name][:, :heads] for name in "qk"}
-    found = results(kernel_or_auto(rule), inputs, gradients)
+    found, of_three = on_one_and_three_threads(lambda: results(kernel_or_auto(rule), inputs, gradients))
     wide = {name: x.float() for name, x in inputs.items()}
     for name, x in results(kernel_or_auto(rule), wide, (gradients[0].float(), gradients[1])).items():
-        assert torch.equal(found[name], x.to(found[name].dtype)), name
+        assert torch.equal(found[name], x.to(found[name].dtype)) and torch.equal(found[name], of_three[name]), name
 
 
 @looped("backend", ["kernel", "reference"])

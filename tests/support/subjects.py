@@ -200,12 +200,12 @@ def results(
 
 
 def on_tiles(rule: str) -> bool:
-    """Return whether the CPU's kernel multiplies tiles of bfloat16 in long heads: rules with a decay per head."""
+    """Return whether the CPU multiplies tiles of bfloat16 in long heads: rules without removal or value decays."""
     choice = os.environ.get("FWP_CPU_TILES", "auto")
     info = Path("/proc/cpuinfo")
     has_amx = info.exists() and "amx_bf16" in info.read_text(errors="replace")
-    by_head = any(RULES[rule].gates.get(gate) == PER_TOKEN for gate in FADING)
-    return by_head and (choice == "emulated" or (choice == "auto" and has_amx))
+    has_tiles = {"removal_key", "erase", "value_decay"}.isdisjoint(RULES[rule].gates)
+    return has_tiles and (choice == "emulated" or (choice == "auto" and has_amx))
 
 
 def at_odd_offset(x: Tensor) -> Tensor:

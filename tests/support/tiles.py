@@ -1,6 +1,6 @@
 """Checks of the kernels on tiles of bfloat16, for tests/ops/kernels and tests/nightly."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ from torch.nn.functional import normalize
 from fairseq_fwp import ops
 
 Named = dict[str, Tensor]
-RULES_ON_TILES = ("gated_delta", "gla")
+# Rules with a decay per head, and with one per key dimension, which have tiles in the forward pass.
+RULES_ON_TILES = ("gated_delta", "gla", "gated_delta by key", "gla by key")
 # Slow: what a state keeps for a thousand tokens, similar keys, and rates near one.
 KINDS = ("usual", "slow")
 
@@ -25,16 +26,21 @@ def draw(rule: str, kind: str, shape: tuple[int, int, int, int, int], seed: int 
     keys = normal(L, Dk) + (2 * normal(1, Dk) if kind == "slow" else 0)
     x = {name: normalize(y, dim=-1).bfloat16() for name, y in (("q", normal(L, Dk)), ("k", keys))}
     x["v"] = normal(L, Dv).bfloat16()
-    x["decay"] = torch.full((B, H, L), 0.999) if kind == "slow" else (normal(L) + 4).sigmoid()
-    if rule == "gated_delta":
+    decays = (L, Dk) if rule.endswith("by key") else (L,)
+    x["decay"] = torch.full((B, H, *decays), 0.999) if kind == "slow" else (normal(*decays) + 4).sigmoid()
+    if rule.startswith("gated_delta"):
         x["beta"] = (normal(L) + (4 if kind == "slow" else 0)).sigmoid()
     x["state"] = normal(Dk, Dv)
     return x
 
 
 def call(rule: str, x: Named) -> tuple[Tensor, Tensor]:
-    out, state = getattr(ops, f"{rule}_rule")(**x, backend="kernel")
+    out, state = function_of(rule)(**x, backend="kernel")
     return out, state
+
+
+def function_of(rule: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    return getattr(ops, f"{rule.split()[0]}_rule")  # type: ignore[no-any-return]
 
 
 def some(x: Named, first: int, end: int | None = None) -> Named:
@@ -48,7 +54,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 def with_gradients(rule: str, x: Named, backend: str = "kernel") -> Named:
     """Return out, the state and all gradients by name, for random gradients of both."""
     leaves = {name: y.detach().requires_grad_() for name, y in x.items()}
-    results = getattr(ops, f"{rule}_rule")(**leaves, backend=backend)
+    results = function_of(rule)(**leaves, backend=backend)
     generator = torch.Generator().manual_seed(1)
     given = [torch.randn(y.shape, generator=generator).bfloat16().to(y.dtype) for y in results]
     found = torch.autograd.grad(results, list(leaves.values()), given)

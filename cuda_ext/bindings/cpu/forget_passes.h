@@ -241,7 +241,7 @@ template <typename Chunk, typename F>
 void for_chunk_heads(const Lengths& size, bool divide, F f) {
   using A = typename Chunk::Number;
   const int64_t heads = size.B * size.H, panels = blocks_of(size.Dv, Chunk::kColumns);
-  const int64_t wanted = heads && divide ? (at::get_num_threads() + heads - 1) / heads : 1;
+  const int64_t wanted = heads && divide ? (threads() + heads - 1) / heads : 1;
   const int64_t width = blocks_of(panels, std::min(wanted, panels)) * Chunk::kColumns, parts = blocks_of(size.Dv, width);
   // As in for_blocks: a thread costs as much as 2^18 updates of an element.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * size.Dk * width));
@@ -255,17 +255,16 @@ void for_chunk_heads(const Lengths& size, bool divide, F f) {
   });
 }
 
-// A decay per head is one per key.
-template <typename A, Fades fades, Erases erases>
-using ChunkOf = ForgetChunk<A, fades == Fades::kHead ? Fades::kKey : fades, erases>;
-
-// Call run(kind of chunks, arguments that they have before others). A decoding step in bfloat16 has no use for tiles.
+// Call run(kind of chunks, arguments that they have before others). A decoding step in bfloat16 has no use for tiles. In the
+// backward pass, a decay per head is one per key, which has no tiles.
 template <typename A, Fades fades, Erases erases, typename Pass, typename F>
 void run_chunks(const Pass& pass, F run) {
-  if constexpr (fades == Fades::kHead && std::is_same_v<A, float>)
+  constexpr bool forward = std::is_same_v<Pass, Forward>;
+  constexpr bool in_tiles = fades == Fades::kHead || (forward && fades == Fades::kKey && erases != Erases::kRemoval);
+  if constexpr (in_tiles && std::is_same_v<A, float>)
     if (pass.in.q.item == sizeof(BFloat16) && pass.size.L > 1)
-      if (const TileUnit* unit = TileUnit::chosen()) return run(std::type_identity<ForgetTiles<erases>>{}, *unit);
-  run(std::type_identity<ChunkOf<A, fades, erases>>{});
+      if (const TileUnit* unit = TileUnit::chosen()) return run(std::type_identity<ForgetTiles<fades, erases>>{}, *unit);
+  run(std::type_identity<ForgetChunk<A, !forward && fades == Fades::kHead ? Fades::kKey : fades, erases>>{});
 }
 
 template <Fades fades, Erases erases>
@@ -277,7 +276,7 @@ void chunk_forward(const Forward& pass) {
     const auto run = [&]<typename Chunk>(std::type_identity<Chunk>, const auto&... unit) {
       for_chunk_heads<Chunk>(pass.size, true, [&](int64_t h, int64_t j, auto& chunk) {
         chunk.forward(unit..., pass.size.L, of.at(h, 0, j), initial.matrix(h, j), out.stored(h).from(j),
-                      retrieved.tokens(h).from(j), kept_states(kept, pass.size, h, j), final.matrix(h, j));
+                      retrieved.stored(h).from(j), kept_states(kept, pass.size, h, j), final.matrix(h, j));
       });
     };
     run_chunks<A, fades, erases>(pass, run);

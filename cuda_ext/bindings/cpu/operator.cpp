@@ -3,7 +3,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "../operator.h"
-#include "passes.h"
+#include "copies.h"
 
 namespace fwp::cpu {
 
@@ -53,17 +53,34 @@ void for_documents(const Tensor& first, F f) {
 struct Device {
   static constexpr at::DeviceType kType = at::kCPU;
   static constexpr bool kTokensFirst = false;
-  // Chunks read and write vectors in bfloat16 themselves.
-  static Taken taken(Rule rule, const Lengths& size, const Tensor& q) {
-    const bool chunks = rule != Rule::sum && rule != Rule::delta && in_chunks(size);
-    return {chunks && q.scalar_type() == at::kBFloat16 ? at::kBFloat16 : state_type(q), state_type(q)};
+  static Taken taken(const Tensor& q) {
+    return {q.scalar_type() == at::kBFloat16 ? at::kBFloat16 : state_type(q), state_type(q)};
   }
   static int64_t segments(const Pass&) { return 0; }
 
+  template <typename Part, typename F>
+  static void run_part(Rule rule, const Part& part, F run) {
+    part.in.q.item == part.item || in_chunks(rule, part.size) ? run(part) : run_in_float32(part, run);
+  }
+
   static void run(const ForwardPass& x) {
-    const Forward pass{x.size, x.last.element_size(), views(x.in, x.size), view(x.state), view(x.out), view(x.last),
-                       view(x.retrieved), view(x.kept)};
-    const auto run = [&](const Forward& part) { with_rule(x.rule, [&](auto rule) { forward<rule()>(part); }); };
+    Forward pass{x.size, x.last.element_size(), views(x.in, x.size), view(x.state), view(x.out), view(x.last),
+                 view(x.retrieved), view(x.kept)};
+    Rule rule = x.rule;
+    Tensor one;
+    if (pass.in.q.item != pass.item && in_chunks(x.size) && fades_of(rule) == Fades::kNothing) {
+      // With decays of one, sum and delta have chunks: without, copies.
+      rule = rule == Rule::sum ? Rule::gated : Rule::gated_delta;
+      one = at::ones({}, x.last.options()).expand(x.size.rates());
+      pass.in.head_decay = view(one);
+    }
+    const auto run = [&](const Forward& part) {
+      run_part(rule, part, [&](Forward part) {
+        if (erases_of(rule) != Erases::kNothing && !part.retrieved.defined() && !in_chunks(rule, part.size))
+          part.retrieved = empty(part.size.values(), part.item);
+        with_rule(rule, [&](auto rule) { forward<rule()>(part); });
+      });
+    };
     if (!x.first.defined() || x.size.L == 0) return run(pass);
     for_documents(x.first, [&](int64_t b, int64_t begin, int64_t length, bool goes_on) {
       const View before = goes_on && x.state.defined() ? pass.initial.narrow(0, b, 1) : View();
@@ -76,7 +93,9 @@ struct Device {
     const Tensor d_state = x.d_state.defined() ? prepare(x.d_state) : Tensor();
     const Backward pass{x.size, int64_t(c10::elementSize(x.state_type)), views(x.in, x.size), view(x.state),
                         view(x.retrieved), view(x.kept), view(d_out), view(d_state), x.to.map(view), view(x.d_initial)};
-    const auto run = [&](const Backward& part) { with_rule(x.rule, [&](auto rule) { backward<rule()>(part); }); };
+    const auto run = [&](const Backward& part) {
+      run_part(x.rule, part, [&](const Backward& part) { with_rule(x.rule, [&](auto rule) { backward<rule()>(part); }); });
+    };
     if (!x.first.defined() || x.size.L == 0) return run(pass);
     if (x.d_initial.defined()) x.d_initial.zero_();
     for_documents(x.first, [&](int64_t b, int64_t begin, int64_t length, bool goes_on) {

@@ -9,7 +9,12 @@ namespace fwp::cpu {
 // only on the sizes of a head.
 inline bool in_chunks(const Lengths& size) { return std::min(size.Dk, size.Dv) >= 48; }
 
-// Inputs and results of a forward pass. `initial` may be undefined.
+// Kernels in chunks take vectors in bfloat16, and need no memory for what they retrieve.
+inline bool in_chunks(Rule rule, const Lengths& size) {
+  return rule != Rule::sum && rule != Rule::delta && in_chunks(size);
+}
+
+// Inputs and results of a forward pass. `initial` may be undefined, and what a backward pass needs: `retrieved` in chunks, `kept`.
 struct Forward {
   Lengths size;
   int64_t item;  // bytes of a number in every tensor, but for vectors of tokens in bfloat16 that are processed in chunks

@@ -50,6 +50,9 @@ class Heads {
   int64_t item_ = 0, heads_ = 1, sharing_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
 };
 
+// Threads that may share the work; inside a parallel region, one.
+inline int64_t threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+
 // Aligned memory for `count` numbers.
 template <typename A>
 auto scratch(int64_t count) {
@@ -86,7 +89,7 @@ template <typename A, int widest, typename F>
 void for_blocks(const Lengths& size, int64_t rows, int64_t columns, F f) {
   const int64_t heads = size.B * size.H;
   int64_t vectors = block_vectors<A>(rows, columns, widest);
-  while (vectors > 1 && heads * blocks_of(columns, vectors * kLanes<A>) < at::get_num_threads()) vectors /= 2;
+  while (vectors > 1 && heads * blocks_of(columns, vectors * kLanes<A>) < threads()) vectors /= 2;
   const int64_t width = vectors * kLanes<A>, blocks = blocks_of(columns, width);
   // Starting a thread takes some microseconds: as long as 2^18 updates of a state element, a few of them in a vector.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
@@ -125,7 +128,7 @@ struct SharedHeads {
 
   SharedHeads(const Lengths& size, int64_t columns, int64_t width) : heads(size.B * size.H) {
     blocks = std::max<int64_t>(1, blocks_of(columns, width));
-    const int64_t wanted = heads ? (at::get_num_threads() + heads - 1) / heads : 1;
+    const int64_t wanted = heads ? (threads() + heads - 1) / heads : 1;
     parts = std::min(wanted, blocks);
   }
 

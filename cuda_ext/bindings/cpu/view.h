@@ -33,6 +33,13 @@ struct View {
     --part.dims;
     return part;
   }
+  // Head h of all sequences.
+  View head(int64_t h) const {
+    if (!defined()) return *this;
+    View one = narrow(0, h / sizes[1], 1).narrow(1, h % sizes[1] / sharing, 1);
+    one.sharing = 1;
+    return one;
+  }
 };
 
 // New contiguous memory, from PyTorch.
