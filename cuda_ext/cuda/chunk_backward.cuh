@@ -8,133 +8,24 @@
 // before the chunks are first rebuilt from what the forward pass has written.
 #pragma once
 
-#include "relay.cuh"
+#include "chunk_forward.cuh"
 
 namespace fwp::cuda {
 
-// The transposes of states, or of their gradients, of each chunk of each head: (heads, chunks, columns, kRows), in bfloat16 or
-// in float32. In float32 a warp has its 16 columns as its lanes have them.
-template <int kRows, typename T>
-struct ChunkMatrices {
-  using State = Product[kRows / kBlock];
-  T* data;
-  int columns;  // those of the values, padded to a power of two of blocks
-
-  FWP_DEVICE T* of_warp(int64_t at, int warp) const { return data + (at * columns + warp * kBlock) * kRows; }
-  FWP_DEVICE void load(int64_t at, int warp, State& to) const {
-    load_lanes(reinterpret_cast<const Piece<float>*>(of_warp(at, warp)), to);
-  }
-  FWP_DEVICE void store(State& from, int64_t at, int warp) const {
-    if constexpr (sizeof(T) == sizeof(float)) {
-      store_lanes(from, reinterpret_cast<Piece<float>*>(of_warp(at, warp)));
-    } else {
-      const Shared to{of_warp(at, warp), kRows};
-      FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
-        for_pairs(from[i], [&](int j, int r, float x, float y) { to.put(j, i * kBlock + r, pair_of(x, y)); });
-    }
-  }
-};
-// With decays in float32, because large terms cancel in the gradient of a decay.
-template <int kRows, bool kFades>
-using StateGradients = ChunkMatrices<kRows, std::conditional_t<kFades, float, Bfloat16>>;
-
-// The states before each chunk of a rule without decays.
-template <int kRows, bool kErases>
-struct ChunkStates : ChunkPass<kRows, kErases, false, 1> {
-  using Pass = ChunkPass<kRows, kErases, false, 1>;
-  using Pass::kParts;
-
-  Brought value;  // the errors, if the rule erases
-  Matrices<const float> initial;
-  ChunkMatrices<kRows, Bfloat16> states;  // without data: only the ends of segments of the sum, without transitions
-  float* ends;
-
-  struct Stage {
-    Shared key, value;
-    float* rate;
-
-    FWP_BOTH Stage(Carver& carver, const ChunkStates& pass)
-        : key(carver.matrix(kChunkTokens, kRows)), value(carver.matrix(kErases ? 0 : kChunkTokens, pass.block_columns())),
-          rate(carver.take<float>(kChunkTokens)) {}
-  };
-  struct Memory {
-    const char** starts;
-    Stages<Stage, ChunkStates> stages;
-
-    FWP_BOTH Memory(Carver& carver, const ChunkStates& pass)
-        : starts(carver.take<const char*>(4)), stages(carver, pass) {}
-  };
-
-  FWP_DEVICE void run() const {
-    Carver carver{shared_memory()};
-    const Memory memory(carver, *this);
-    typename Pass::State state;
-    this->load(initial, state);
-    this->put_starts({&this->key, &value, &this->rate}, memory.starts);
-    const int64_t begin = this->begin(), end = this->end();
-    Scalars next = fill(memory, begin);
-    Product values[kChunkBlocks];
-    if constexpr (kErases) load_errors(memory, begin, values);
-    for (int64_t n = begin; n < end; ++n) {
-      if (states.data) put(state, n);
-      const Stage chunk = memory.stages[n];
-      this->put_scalars(next, chunk);
-      wait_copies<0>();
-      __syncthreads();
-      if (n + 1 < end) next = fill(memory, n + 1);
-      Factor write[kChunkBlocks][kParts];
-      if constexpr (kErases) {
-        FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-          for_elements(values[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
-          split(values[t], write[t]);
-        }
-      } else {
-        FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
-          chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
-      }
-      if constexpr (kErases)
-        if (n + 1 < end) load_errors(memory, n + 1, values);
-      this->template write<false>(state, write, chunk.key);
-    }
-    if constexpr (!kErases)
-      if (!states.data) this->store_ends(state, ends);
-  }
-
- private:
-  FWP_DEVICE Scalars fill(const Memory& memory, int64_t n) const {
-    const Stage to = memory.stages[n];
-    this->bring_keys(this->key, memory.starts[0], n, to.key);
-    if constexpr (!kErases) this->bring_values(value, memory.starts[1], n, to.value);
-    commit_copies();
-    return this->ask(memory.starts[2], nullptr, nullptr, n);
-  }
-
-  FWP_DEVICE void load_errors(const Memory& memory, int64_t n, Product (&to)[kChunkBlocks]) const {
-    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) Pass::load_errors(memory.starts[1], n, t, to[t]);
-  }
-
-  FWP_DEVICE void put(typename Pass::State& state, int64_t n) const {
-    states.store(state, this->head() * this->chunks() + n, int(this->slab()) * this->warps + this->warp());
-  }
-};
-
-// kEnds: compute only the ends of segments. Their transitions are known.
-template <int kRows, bool kErases, bool kFades, bool kEnds = false>
+template <int kRows, bool kErases, bool kFades>
 struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
   using Pass::kRates;
   using State = typename Pass::State;
   static constexpr int kMostThreads = kThreadsOfTeams<kRows>;
   using Turns = Relay<kRows, Pass::kMostTeams>;
-  static constexpr bool kWrites = kErases || !kEnds;  // whether it needs d_U
-  static constexpr bool kGivesRates = kRates && !kEnds;
 
   Brought d_out, value;  // value: the errors, if the rule erases
   Matrices<const float> d_last;
   float* d_initial;
   Output d_v, d_rate;
   StateGradients<kRows, kFades> gradients;  // G after each chunk
-  float* ends;                              // see store_ends()
+  float* ends;  // if given, only the ends of segments are computed: see store_ends(). Their transitions are known
 
   struct Stage {
     Shared query, key;
@@ -146,7 +37,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
         : query(carver.matrix(kChunkTokens, kRows)), key(carver.matrix(kChunkTokens, kRows)),
           rate(carver.take<float>(kChunkTokens)), decays(carver, kFades),
           d_out(carver.matrix(kChunkTokens, pass.block_columns())),
-          value(carver.matrix(kGivesRates && !kErases ? kChunkTokens : 0, pass.block_columns())) {}
+          value(carver.matrix(kRates && !kErases ? kChunkTokens : 0, pass.block_columns())) {}
   };
   struct OfTeam {
     Scores scores;
@@ -154,7 +45,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     Stages<Stage, ChunkBackward> stages;
 
     FWP_BOTH OfTeam(Carver& carver, const ChunkBackward& pass)
-        : scores(carver, kExact, kErases ? kExact : 0), d_rate(carver.take<float>(kGivesRates ? kChunkWarps * kChunkTokens : 0)),
+        : scores(carver, kExact, kErases ? kExact : 0), d_rate(carver.take<float>(kRates ? kChunkWarps * kChunkTokens : 0)),
           stages(carver, pass) {}
   };
   struct Memory {
@@ -172,8 +63,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const int team = this->team();
     const OfTeam own = memory.of_teams[team];
     State g;
-    this->load(kEnds ? Matrices<const float>{} : d_last, g);
-    if (!kEnds && team == 0) gradients.store(g, this->head() * this->chunks() + this->end() - 1, this->warp());
+    this->load(d_last, g);
+    if (!ends && team == 0) gradients.store(g, this->head() * this->chunks() + this->end() - 1, this->warp());
     this->put_starts({&this->query, &this->key, &d_out, &value, &this->rate, &this->decay}, memory.starts);
     const int chunks = int(this->end() - this->begin());
     const int64_t last = this->end() - 1;
@@ -185,11 +76,11 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       wait_copies<0>();
       // From here on, this chunk may be used and the other stage may be filled.
       memory.relay.wait_for_team(team);
-      if (kGivesRates && of_team > 0) this->store_sums(d_rate, last - i + this->teams, own.d_rate);
+      if (kRates && of_team > 0) this->store_sums(d_rate, last - i + this->teams, own.d_rate);
       if (i + this->teams < chunks) next = fill(memory.starts, own.stages[of_team + 1], last - i - this->teams);
       use(i, memory.starts[3], chunk, own, memory.relay, g);
     }
-    if constexpr (kGivesRates) {
+    if constexpr (kRates) {
       memory.relay.wait_for_team(team);
       if (team < chunks) this->store_sums(d_rate, this->begin() + (chunks - 1 - team) % this->teams, own.d_rate);
     }
@@ -200,9 +91,9 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     this->bring_keys(this->query, starts[0], n, to.query);
     this->bring_keys(this->key, starts[1], n, to.key);
     this->bring_values(d_out, starts[2], n, to.d_out);
-    if constexpr (kGivesRates && !kErases) this->bring_values(value, starts[3], n, to.value);
+    if constexpr (kRates && !kErases) this->bring_values(value, starts[3], n, to.value);
     commit_copies();
-    return this->ask(starts[4], starts[5], starts[6], n);
+    return this->ask(starts[4], starts[5], starts[6], n, this->thread());
   }
 
   // The chunk before which i are between it and the end of the segment: the transposes of d_U and D, and the gradient of the
@@ -212,14 +103,15 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const int team = this->team(), warp = this->warp();
     const int64_t n = this->end() - 1 - i;
     Product values;  // of the last block, then of the one before
-    if constexpr (kGivesRates && kErases) this->load_errors(errors, n, kChunkBlocks - 1, values);
-    if constexpr (kWrites)
+    if constexpr (kRates && kErases) this->load_errors(errors, n, kChunkBlocks - 1, values);
+    const bool gives_results = !ends, writes = kErases || gives_results;  // writes: whether d_U is needed
+    if (writes)
       this->template make_scores<kExact>(chunk.query, chunk.key, chunk.decays, own.scores,
                                        [&](int t, int, float x) { return chunk.rate[t] * x; });
     relay.wait_for_team(team);  // for the scores
     Product d_write[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(d_write[t]);
-    FWP_UNROLL for (int s = 0; s < kChunkBlocks && kWrites; ++s) {
+    FWP_UNROLL for (int s = 0; s < kChunkBlocks && writes; ++s) {
       Factor d_read[1];
       chunk.d_out.left_transposed(s * kBlock, this->own_column(), d_read[0]);
       FWP_UNROLL for (int t = 0; t <= s; ++t)
@@ -227,17 +119,17 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
                          [&](int m, Factor& right) { own.scores.read[m].right(s * kBlock, t * kBlock, right); });
     }
     relay.take(i, team, warp, g);
-    if constexpr (kWrites) read_g(g, chunk, d_write);
+    if (writes) read_g(g, chunk, d_write);
     add_reads(chunk, g);
     float of_rates[kChunkBlocks][4];
-    FWP_UNROLL for (int t = kChunkBlocks; kWrites && t-- > 0;) {
+    FWP_UNROLL for (int t = kChunkBlocks; writes && t-- > 0;) {
       Product& d = d_write[t];
       Factor left[1][kExact];
       if constexpr (kErases) {
         split(d, left[0]);
         add_erased(own.scores, t, t, left[0], d);
       }
-      if constexpr (kGivesRates) {
+      if constexpr (kRates) {
         if constexpr (!kErases) {
           Factor value;
           chunk.value.left_transposed(t * kBlock, this->own_column(), value);
@@ -260,12 +152,12 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       }
     }
     relay.give(n == this->begin(), team, warp, g);
-    if constexpr (kEnds) {
+    if (!gives_results) {
       if (n == this->begin()) this->store_ends(g, ends);
     } else {
       if (n > this->begin()) gradients.store(g, this->head() * this->chunks() + n - 1, warp);
       if (n == 0) this->store(g, d_initial, this->head());
-      if constexpr (kGivesRates) put_rates(of_rates, own.d_rate);
+      if constexpr (kRates) put_rates(of_rates, own.d_rate);
       this->store_results(d_v, n, d_write, chunk.d_out);
     }
   }

@@ -6,8 +6,33 @@
 
 namespace fwp::cuda {
 
-// kEnds: compute only the ends of segments.
-template <int kRows, bool kErases, bool kFades, bool kEnds = false>
+// The transposes of states, or of their gradients, of each chunk of each head: (heads, chunks, columns, kRows), in bfloat16 or
+// in float32. In float32 a warp has its 16 columns as its lanes have them.
+template <int kRows, typename T>
+struct ChunkMatrices {
+  using State = Product[kRows / kBlock];
+  T* data;
+  int columns;  // those of the values, padded to a power of two of blocks
+
+  FWP_DEVICE T* of_warp(int64_t at, int warp) const { return data + (at * columns + warp * kBlock) * kRows; }
+  FWP_DEVICE void load(int64_t at, int warp, State& to) const {
+    load_lanes(reinterpret_cast<const Piece<float>*>(of_warp(at, warp)), to);
+  }
+  FWP_DEVICE void store(State& from, int64_t at, int warp) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      store_lanes(from, reinterpret_cast<Piece<float>*>(of_warp(at, warp)));
+    } else {
+      const Shared to{of_warp(at, warp), kRows};
+      FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
+        for_pairs(from[i], [&](int j, int r, float x, float y) { to.put(j, i * kBlock + r, pair_of(x, y)); });
+    }
+  }
+};
+// With decays in float32, because large terms cancel in the gradient of a decay.
+template <int kRows, bool kFades>
+using StateGradients = ChunkMatrices<kRows, std::conditional_t<kFades, float, Bfloat16>>;
+
+template <int kRows, bool kErases, bool kFades>
 struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
   using Pass::kParts, Pass::kRates;
@@ -15,12 +40,13 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   using Turns = Relay<kRows, Pass::kMostTeams>;
   static constexpr int kReadParts = kParts < kOfTokens ? kParts : kOfTokens;
 
-  Brought value;
+  Brought value;  // of a rule that erases, the errors if states are rebuilt
   Matrices<const float> initial;
   float *last, *kept;  // kept: after each whole chunk, of a rule with decays
   Output out;
   float* error;  // (heads, tokens, columns)
-  float* ends;   // see store_ends()
+  float* ends;   // if given, only the ends of segments are computed: see store_ends()
+  ChunkMatrices<kRows, Bfloat16> states;  // if given, only the states before each chunk are rebuilt, of a rule without decays
 
   struct Stage {
     Shared query, key;
@@ -55,7 +81,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     const int team = this->team();
     const OfTeam own = memory.of_teams[team];
     typename Pass::State state;
-    kEnds ? this->load_identity(state) : this->load(initial, state);
+    ends ? this->load_identity(state) : this->load(initial, state);
     this->put_starts({&this->query, &this->key, &value, &this->rate, &this->decay}, memory.starts);
     const int chunks = int(this->end() - this->begin());
     Scalars next;
@@ -68,30 +94,34 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       memory.relay.wait_for_team(team);
       if (i + this->teams < chunks)
         next = fill(memory.starts, own.stages[of_team + 1], this->begin() + i + this->teams);
-      use(i, chunk, own.scores, memory.relay, state);
+      use(i, memory.starts[2], chunk, own.scores, memory.relay, state);
     }
   }
 
  private:
   FWP_DEVICE Scalars fill(const char* const* starts, const Stage& to, int64_t n) const {
-    if constexpr (!kEnds) this->bring_keys(this->query, starts[0], n, to.query);
+    this->bring_keys(this->query, starts[0], n, to.query);
     this->bring_keys(this->key, starts[1], n, to.key);
-    this->bring_values(value, starts[2], n, to.value);
+    if (!kErases || !rebuilds()) this->bring_values(value, starts[2], n, to.value);
     commit_copies();
-    return this->ask(starts[3], starts[4], starts[5], n);
+    return this->ask(starts[3], starts[4], starts[5], n, this->thread());
   }
 
+  FWP_DEVICE bool rebuilds() const { return !kFades && states.data; }
+
   // Chunk i of the segment.
-  FWP_DEVICE void use(int i, const Stage& chunk, const Scores& scores, const Turns& relay,
+  FWP_DEVICE void use(int i, const char* errors, const Stage& chunk, const Scores& scores, const Turns& relay,
                       typename Pass::State& state) const {
     const Decays& decays = chunk.decays;
-    this->template make_scores<kEnds ? 0 : kOfTokens>(chunk.query, chunk.key, decays, scores,
+    if (!rebuilds())
+      this->template make_scores<kOfTokens>(chunk.query, chunk.key, decays, scores,
                                           [&](int, int s, float x) { return x * chunk.rate[s]; });
     const int team = this->team(), warp = this->warp();
     const int64_t n = this->begin() + i;
-    const bool is_last = n + 1 == this->end();
+    const bool is_last = n + 1 == this->end(), gives_results = !ends && !rebuilds();
     relay.wait_for_team(team);  // for the scores
     relay.take(i, team, warp, state);
+    if (rebuilds()) states.store(state, this->head() * this->chunks() + n, int(this->slab()) * this->warps + warp);
     // The transposes of K W and of Q W, for the columns of this warp.
     Product found[kChunkBlocks], read[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(found[t]), clear(read[t]);
@@ -99,13 +129,14 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       Factor of_state[kErases ? kExact : 1], query;
       split(state[i], of_state);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-        if constexpr (!kEnds) {
+        if (gives_results) {
           chunk.query.right_transposed(t * kBlock, i * kBlock, query);
           multiply(read[t], of_state[0], query);
         }
         if constexpr (kErases)
-          multiply<1>(found[t], of_state,
-                      [&](int, Factor& key) { chunk.key.right_transposed(t * kBlock, i * kBlock, key); });
+          if (!rebuilds())
+            multiply<1>(found[t], of_state,
+                        [&](int, Factor& key) { chunk.key.right_transposed(t * kBlock, i * kBlock, key); });
       }
     }
     const auto from_start = [&](int t) { return decays.from_start(t); };
@@ -117,14 +148,14 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
       if constexpr (kErases)
-        correct(n, t, chunk, scores, write, found[t]);
+        rebuilds() ? this->load_errors(errors, n, t, found[t]) : correct(n, t, chunk, scores, write, found[t]);
       else if constexpr (kRates)
         unpack(write[t][0], found[t]);
       if constexpr (kRates) {
         for_elements(found[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
         split(found[t], write[t]);
       }
-      if constexpr (kFades) read_scores(t, scores, write, read[t]);
+      if (kFades && gives_results) read_scores(t, scores, write, read[t]);
     }
     if constexpr (kFades) {
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
@@ -134,9 +165,9 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     }
     this->template write<false>(state, write, chunk.key);
     relay.give(is_last, team, warp, state);
-    if constexpr (kEnds) {
+    if (ends) {
       if (is_last) this->store_ends(state, ends);
-    } else {
+    } else if (gives_results) {
       if (kFades && this->count(n) == kChunkTokens)
         this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
       if (n + 1 == this->chunks()) this->store(state, last, this->head());
@@ -147,7 +178,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
 
   // read += what token block t reads of this chunk. The writes of a fading rule are read before they fade.
   FWP_DEVICE static void read_scores(int t, const Scores& scores, const Factor (&write)[kChunkBlocks][kParts], Product& read) {
-    FWP_UNROLL for (int s = 0; s <= t && !kEnds; ++s)
+    FWP_UNROLL for (int s = 0; s <= t; ++s)
       multiply<kOfTokens>(read, greatest<kReadParts>(write[s]), [&](int m, Factor& right) {
         scores.read[m].right_transposed(t * kBlock, s * kBlock, right);
       });
@@ -169,7 +200,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     Factor left[kExact];
     split(found, left);
     times(t, left);
-    if constexpr (!kEnds) this->store_errors(error, n, t, found);
+    this->store_errors(error, n, t, found);
   }
 };
 

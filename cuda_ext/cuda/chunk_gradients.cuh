@@ -157,7 +157,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
       bring_matrix(gradients, at, memory.g);
     }
     commit_copies();
-    this->put_scalars(this->ask(memory.starts[5], memory.starts[6], memory.starts[7], n), memory);
+    this->put_scalars(this->ask(memory.starts[5], memory.starts[6], memory.starts[7], n, this->thread()), memory);
     wait_copies<0>();
   }
   FWP_DEVICE void bring_columns(const Brought& from, const char* start, int64_t n, const Shared& to) const {

@@ -24,11 +24,10 @@
 
 namespace fwp::cuda {
 
-template <int kRows, Rule kRule, int kIn>
-struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
-  using Pass = ChunkKeyPass<kRows, kRule, kIn>;
+template <Rule kRule, int kIn>
+struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
+  using Pass = ChunkKeyParallel<kRule, kIn>;
   using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults;
-  static constexpr int kWarps = kRows / kBlock;
   static constexpr int kValueParts = kFadesValues ? kOfResults : kIn;  // of d_out and of what is written
 
   // value: V; removed: E, or -E of a removal, in float32; d_removed: D; value_decay: z.
@@ -55,13 +54,14 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
     float* aside;             // two places for numbers of each thread
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyGradients& pass)
-        : starts(carver.take<const char*>(kDocuments + 1)), tokens(pass.take_tokens(carver)),
+        : starts(carver.take<const char*>(kDocuments + 1)), tokens(carver, pass, pass.warps),
           in_group(carver.take<float>(kChunkTokens / kSpan * kGroupSize)),
-          d_rate(carver.take<float>(kWarps * kChunkTokens)),
-          d_decay(carver.take<float>(tokens.by_key ? 0 : kWarps * kChunkTokens)), scratch(carver.take<Scratch>(kWarps)),
+          d_rate(carver.take<float>(pass.warps * kChunkTokens)),
+          d_decay(carver.take<float>(kIn == 1 || pass.by_key ? 0 : pass.warps * kChunkTokens)),
+          scratch(carver.take<Scratch>(pass.warps)),
           others(carver, kFadesValues ? pass.value_columns() : 0, pass.query.type, pass.value_decay.type, true),
           whole(carver.take<float>(kFadesValues ? pass.value_columns() : 0)),
-          aside(carver.take<float>(kRemoves ? 2 * kWarps * kWarp * kSpan * 2 : 0)) {
+          aside(carver.take<float>(kRemoves ? 2 * pass.warps * kWarp * kSpan * 2 : 0)) {
       FWP_UNROLL for (Shared& x : value) x = carver.matrix(kChunkTokens, pass.value_columns());
       FWP_UNROLL for (Shared& x : d_out) x = carver.matrix(kChunkTokens, pass.value_columns());
       FWP_UNROLL for (Shared& x : d_removed) x = carver.matrix(kErases ? kChunkTokens : 0, pass.value_columns());
@@ -74,43 +74,44 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
     const Memory memory(carver, *this);
     const int64_t n = this->chunk();
     this->put_starts(memory.starts, value, d_out, removed, d_removed, value_decay);
-    load(n, memory);
+    const auto tokens = memory.tokens[this->warp()];
+    load(n, tokens, memory);
     Slice slice;
-    const auto& tokens = memory.tokens;
-    const int own = this->own_column();
-    tokens.load_decays(own, slice.keys);
-    tokens.query.load(own, slice.keys.reader);
+    tokens.load_decays(0, slice.keys);
+    tokens.query.load(0, slice.keys.reader);
     clear(slice.d_reader), clear(slice.d_decay);
     if constexpr (kRemoves) {
-      add_terms_of_writers<false>(n, memory, slice);
-      tokens.query.store(own, slice.d_reader);
-      tokens.load_removal_keys(own, slice.keys.reader);
+      add_terms_of_writers<false>(n, tokens, memory, slice);
+      tokens.query.store(0, slice.d_reader);
+      tokens.load_removal_keys(0, slice.keys.reader);
       erase(slice);
-      add_terms_of_writers<true>(n, memory, slice);
+      add_terms_of_writers<true>(n, tokens, memory, slice);
       for_numbers([&](int t, int e) { slice.d_reader[t][e] = -slice.d_reader[t][e]; });
       tokens.clear_beginnings(slice.d_reader);
-      tokens.removal_key.store(own, slice.d_reader);
-      tokens.removal.store(own, slice.d_writer);
+      tokens.removal_key.store(0, slice.d_reader);
+      tokens.removal.store(0, slice.d_writer);
       load_aside(memory, 0, slice.d_writer);
     } else {
-      tokens.load_keys(own, slice.keys.writer);
+      tokens.load_keys(0, slice.keys.writer);
       clear(slice.d_writer);
       add_terms<false>(n, memory.d_out, memory.value, true, memory, slice);
-      tokens.query.store(own, slice.d_reader);
+      tokens.query.store(0, slice.d_reader);
       if constexpr (kErases) {
-        tokens.key.load(own, slice.keys.reader);
+        tokens.key.load(0, slice.keys.reader);
         erase(slice);
         add_terms<true>(n, memory.d_removed, memory.value, true, memory, slice);
       }
     }
-    put_others(memory, slice);
+    put_others(tokens, memory, slice);
     __syncthreads();
-    give(n, memory);
+    give(n, tokens, memory);
   }
 
  private:
   static constexpr int kValue = Pass::kOwnStarts, kDOut = kValue + 1, kRemoved = kValue + 2, kDRemoved = kValue + 3,
                        kValueDecay = kValue + 4, kDocuments = kValue + 5;  // of the starts
+
+  using Tokens = typename Pass::OfWarp;
 
   struct Slice {
     KeySlice keys;
@@ -123,9 +124,9 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
 
   FWP_DEVICE Scratch& scratch(const Memory& memory) const { return memory.scratch[this->warp()]; }
 
-  FWP_DEVICE void load(int64_t n, const Memory& memory) const {
+  FWP_DEVICE void load(int64_t n, const Tokens& tokens, const Memory& memory) const {
     const char* const* const starts = memory.starts;
-    this->bring_tokens(starts, n, memory.tokens);
+    const Scalars scalars = this->load_tokens(starts, starts[kDocuments], n, tokens);
     if constexpr (kFadesValues) {
       memory.others.query.typed([&](const auto& to) { bring_columns(d_out, starts[kDOut], n, to); });
       memory.others.key.typed([&](const auto& to) { bring_columns(value, starts[kValue], n, to); });
@@ -137,16 +138,14 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
     }
     commit_copies();
     if constexpr (kErases) load_removed(n, 1, memory);
-    const Scalars scalars = this->ask(starts, starts[kDocuments], n);
-    this->put_scalars(scalars, memory.tokens);
-    if constexpr (kFadesValues) this->put_scalars(scalars, memory.others);
+    if (kFadesValues && this->warp() == 0) this->put_scalars(scalars, memory.others);
     wait_copies<0>();
     __syncthreads();
     if constexpr (kFadesValues) scale_others(memory);
   }
   template <typename To>
   FWP_DEVICE void bring_columns(const Brought& from, const char* start, int64_t n, const To& to) const {
-    this->bring(from, start, n, 0, this->size.columns, this->value_columns(), to, 0, int(threadIdx.x), kWarps * kWarp);
+    this->bring(from, start, n, 0, this->size.columns, this->value_columns(), to, 0, int(threadIdx.x), this->warps * kWarp);
   }
   FWP_DEVICE void load_columns(const Brought& from, const char* start, int64_t n, const Columns& to) const {
     if constexpr (kIn == 1)
@@ -164,7 +163,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
   FWP_DEVICE void split_columns(const char* start, int64_t n, float sign, const Columns& to, int tokens, int64_t stride) const {
     const int columns = this->size.columns, width = this->value_columns();
     const T* const from = in_global_memory(reinterpret_cast<const T*>(start)) + n * kChunkTokens * stride;
-    FWP_UNROLL_BY(4) for (int at = int(threadIdx.x); at < kChunkTokens * width; at += kWarps * kWarp) {
+    FWP_UNROLL_BY(4) for (int at = int(threadIdx.x); at < kChunkTokens * width; at += this->warps * kWarp) {
       const int t = at / width, j = at % width;
       const float x = t < tokens && j < columns ? sign * number(from[t * stride + j]) : 0;
       for_parts<kValueParts>(x, [&](int m, Bfloat16 part) { *to[m].at(t, j) = part; });
@@ -172,7 +171,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
   }
   // c d_out and w V, and the products of all z. The warps share the numbers of a value.
   FWP_DEVICE void scale_others(const Memory& memory) const {
-    FWP_UNROLL_BY(1) for (int first = this->own_column(); first < this->value_columns(); first += kRows) {
+    FWP_UNROLL_BY(1) for (int first = this->own_column(); first < this->value_columns(); first += this->block_columns()) {
       KeySlice values;
       memory.others.load_decays(first, values);
       memory.others.query.load(first, values.reader);
@@ -200,20 +199,19 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
   }
 
   // A lane's numbers that wait for their turn, in one of two places.
-  FWP_DEVICE static float& aside(const Memory& memory, int place, int t, int e) {
-    return memory.aside[((place * kSpan + t) * 2 + e) * kWarps * kWarp + int(threadIdx.x)];
+  FWP_DEVICE float& aside(const Memory& memory, int place, int t, int e) const {
+    return memory.aside[((place * kSpan + t) * 2 + e) * this->warps * kWarp + int(threadIdx.x)];
   }
-  FWP_DEVICE static void load_aside(const Memory& memory, int place, KeyNumbers& to) {
+  FWP_DEVICE void load_aside(const Memory& memory, int place, KeyNumbers& to) const {
     for_numbers([&](int t, int e) { to[t][e] = aside(memory, place, t, e); });
   }
   // The terms of a reader of a removal with both writers. The decays are loaded again, because otherwise the products of one
   // round would wait in registers for the next.
   template <bool kErased>
-  FWP_DEVICE void add_terms_of_writers(int64_t n, const Memory& memory, Slice& slice) const {
-    const int own = this->own_column();
+  FWP_DEVICE void add_terms_of_writers(int64_t n, const Tokens& tokens, const Memory& memory, Slice& slice) const {
     FWP_UNROLL_BY(1) for (int writer = 0; writer < 2; ++writer) {
-      memory.tokens.load_decays(own, slice.keys);
-      writer > 0 ? memory.tokens.removal.load(own, slice.keys.writer) : memory.tokens.load_keys(own, slice.keys.writer);
+      tokens.load_decays(0, slice.keys);
+      writer > 0 ? tokens.removal.load(0, slice.keys.writer) : tokens.load_keys(0, slice.keys.writer);
       kErased ? load_aside(memory, writer, slice.d_writer) : clear(slice.d_writer);
       __syncthreads();  // for the terms before
       const int of_reader = kErased ? kDRemoved : kDOut;
@@ -252,7 +250,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
 
   template <bool kErased>
   FWP_DEVICE void make_d_scores(const Columns& d_out, const Columns& value, const Memory& memory) const {
-    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) {
+    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += this->warps) {
       const int row = row_of_block(b), column = column_of_block(b);
       Product d_score;
       clear(d_score);
@@ -271,7 +269,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
   // d_P, as it is stored.
   FWP_DEVICE void load_d_scores(int64_t n, const Memory& memory) const {
     const Bfloat16* const from = d_scores + (this->head() * this->chunks() + n) * kOfResults * kMatrix;
-    FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix; at += kWarps * kWarp) {
+    FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix; at += this->warps * kWarp) {
       const int t = at / kChunkTokens, s = at % kChunkTokens;
       if (s > t) continue;
       float x = 0;
@@ -480,10 +478,9 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
 
   // Replace tokens by their gradients. d_writer is the gradient of b K, and if the rule erases, d_reader that of -K where it
   // erases.
-  FWP_DEVICE void put_others(const Memory& memory, Slice& slice) const {
-    const auto& to = memory.tokens;
+  FWP_DEVICE void put_others(const Tokens& to, const Memory& memory, Slice& slice) const {
     KeyNumbers keys;
-    to.key.load(this->own_column(), keys);
+    to.key.load(0, keys);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
       const int token = own_token(t);
       put_sum(fma(keys[t][0], slice.d_writer[t][0], keys[t][1] * slice.d_writer[t][1]), token, memory.d_rate);
@@ -495,8 +492,8 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
         if (!given) slice.d_decay[t][e] = 0;
       }
     }
-    to.key.store(this->own_column(), slice.d_writer);
-    if (to.by_key) to.decay.store(this->own_column(), slice.d_decay);
+    to.key.store(0, slice.d_writer);
+    if (to.by_key) to.decay.store(0, slice.d_decay);
   }
   // The sum over the lanes of a token, for this warp.
   FWP_DEVICE void put_sum(float x, int token, float* to) const {
@@ -504,8 +501,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kRule, kIn> {
     if (own_number() == 0) to[this->warp() * kChunkTokens + token] = x;
   }
 
-  FWP_DEVICE void give(int64_t n, const Memory& memory) const {
-    const auto& tokens = memory.tokens;
+  FWP_DEVICE void give(int64_t n, const Tokens& tokens, const Memory& memory) const {
     this->store_vectors(d_q, n, tokens.query);
     this->store_vectors(d_k, n, tokens.key);
     if (tokens.by_key)

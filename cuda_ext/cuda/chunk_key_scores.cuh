@@ -12,11 +12,11 @@ constexpr int kMatrix = kChunkTokens * kChunkTokens;
 constexpr int kPairs = kSpan * (kSpan + 1) / 2;
 FWP_DEVICE int pair_at(int t, int s) { return t * (t + 1) / 2 + s; }
 
-template <int kRows, Rule kRule, int kIn>
-struct ChunkKeyScores : ChunkKeyPass<kRows, kRule, kIn> {
-  using Pass = ChunkKeyPass<kRows, kRule, kIn>;
+template <Rule kRule, int kIn>
+struct ChunkKeyScores : ChunkKeyParallel<kRule, kIn> {
+  using Pass = ChunkKeyParallel<kRule, kIn>;
   using Pass::kErases, Pass::kRemoves, Pass::kScoreParts;
-  static constexpr int kWarps = kRows / kBlock, kParts = Pass::kSolves ? kExact : kScoreParts;
+  static constexpr int kParts = Pass::kSolves ? kExact : kScoreParts;
 
   Bfloat16* scores;  // (heads, chunks, kScoreMatrices, 32, 32): see ChunkKeyPass
 
@@ -33,8 +33,8 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kRule, kIn> {
     Scores erase;
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyScores& pass)
-        : starts(carver.take<const char*>(Pass::kOwnStarts + 1)), tokens(pass.take_tokens(carver)),
-          scratch(carver.take<Scratch>(kWarps)), parts(carver.take<float>(kWarps * 3 * 8 * kWarp)),
+        : starts(carver.take<const char*>(Pass::kOwnStarts + 1)), tokens(carver, pass, pass.warps),
+          scratch(carver.take<Scratch>(pass.warps)), parts(carver.take<float>(pass.warps * 3 * 8 * kWarp)),
           erase(carver, 0, Pass::kSolves ? kExact : 0) {}
   };
 
@@ -43,29 +43,27 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kRule, kIn> {
     const Memory memory(carver, *this);
     const int64_t n = this->chunk();
     this->put_starts(memory.starts);
-    this->bring_tokens(memory.starts, n, memory.tokens);
+    const auto tokens = memory.tokens[this->warp()];
+    this->load_tokens(memory.starts, memory.starts[Pass::kOwnStarts], n, tokens);
     commit_copies();
-    this->put_scalars(this->ask(memory.starts, memory.starts[Pass::kOwnStarts], n), memory.tokens);
     wait_copies<0>();
-    __syncthreads();
-    const auto& tokens = memory.tokens;
-    const int own = this->own_column();
+    __syncwarp();
     KeySlice keys;
-    tokens.load_decays(own, keys);
-    tokens.query.load(own, keys.reader);
-    tokens.load_keys(own, keys.writer);
+    tokens.load_decays(0, keys);
+    tokens.query.load(0, keys.reader);
+    tokens.load_keys(0, keys.writer);
     Bfloat16* const to = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
     give<false, kScoreParts>(keys, memory, 1, to);
     if constexpr (kErases) {
-      tokens.key.load(own, keys.reader);
+      tokens.key.load(0, keys.reader);
       give_erased<false>(keys, memory, to + Pass::kErased * kMatrix);
     }
     if constexpr (kRemoves) {
       KeyNumbers written;
       for_numbers([&](int t, int e) { written[t][e] = keys.writer[t][e]; });
-      tokens.removal.load(own, keys.writer);
+      tokens.removal.load(0, keys.writer);
       give<false, kExact>(keys, memory, 1, to + Pass::kReadRemoved * kMatrix);
-      tokens.load_removal_keys(own, keys.reader);
+      tokens.load_removal_keys(0, keys.reader);
       give_erased<true>(keys, memory, to + Pass::kErased * kMatrix);
       for_numbers([&](int t, int e) { keys.writer[t][e] = written[t][e]; });
       give<true, kExact>(keys, memory, -1, to + Pass::kFound * kMatrix);
@@ -82,7 +80,7 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kRule, kIn> {
   template <bool kBefore, int parts>
   FWP_DEVICE void give(const KeySlice& keys, const Memory& memory, float sign, Bfloat16* to) const {
     multiply_tokens<kBefore, parts>(keys, memory);
-    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) {
+    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += this->warps) {
       Product sum;
       sum_block(b, memory, sum);
       for_pairs(sum, [&](int t, int s, float x, float y) {
@@ -97,7 +95,7 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kRule, kIn> {
   template <bool kBefore>
   FWP_DEVICE void give_erased(const KeySlice& keys, const Memory& memory, Bfloat16* to) const {
     multiply_tokens<kBefore, kExact>(keys, memory);
-    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) make_erase(b, memory);
+    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += this->warps) make_erase(b, memory);
     __syncthreads();
     give_erase(memory.erase, to);
   }
@@ -145,9 +143,9 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kRule, kIn> {
   }
 
   // Block b, summed over the warps; zeros above the diagonal.
-  FWP_DEVICE static void sum_block(int b, const Memory& memory, Product& sum) {
+  FWP_DEVICE void sum_block(int b, const Memory& memory, Product& sum) const {
     clear(sum);
-    FWP_UNROLL_BY(1) for (int w = 0; w < kWarps; ++w)
+    FWP_UNROLL_BY(1) for (int w = 0; w < this->warps; ++w)
       FWP_UNROLL for (int h = 0; h < 2; ++h)
         FWP_UNROLL for (int i = 0; i < 4; ++i) {
           const int r = i / 2, s = pair() + i % 2;
@@ -167,7 +165,7 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kRule, kIn> {
   }
 
   // -A below the diagonal blocks, and for a diagonal block the result of invert().
-  FWP_DEVICE static void make_erase(int b, const Memory& memory) {
+  FWP_DEVICE void make_erase(int b, const Memory& memory) const {
     Product sum;
     sum_block(b, memory, sum);
     for_pairs(sum, [&](int t, int s, float x, float y) {
@@ -176,12 +174,12 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kRule, kIn> {
       at[0] = x, at[1] = y;
     });
     __syncwarp();
-    if (b < kChunkBlocks && lane() < kBlock) Pass::Base::invert(memory.erase, b, lane());
+    if (b < kChunkBlocks && lane() < kBlock) Pass::invert(memory.erase, b, lane());
   }
   FWP_DEVICE void give_erase(const Scores& from, Bfloat16* to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
     FWP_UNROLL for (int m = 0; m < kExact; ++m)
-      FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix / per_piece; at += kWarps * kWarp)
+      FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix / per_piece; at += this->warps * kWarp)
         *reinterpret_cast<Piece<float>*>(to + m * kMatrix + at * per_piece) =
             *reinterpret_cast<const Piece<float>*>(from.erase[m].at(at / of_row, at % of_row * per_piece));
   }

@@ -13,16 +13,15 @@
 
 namespace fwp::cuda {
 
-// kEnds: compute only the ends of segments. In reverse their transitions are known.
-template <int kRows, Rule kRule, int kIn, bool kReverse, bool kEnds = false>
+template <int kRows, Rule kRule, int kIn, bool kReverse>
 struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   using Pass = ChunkKeyPass<kRows, kRule, kIn>;
   using State = typename Pass::State;
   using Turns = Relay<kRows, Pass::kMostTeams>;
   using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults, Pass::kOfReads;
-  static constexpr bool kReads = !kReverse && !kEnds;                                                   // out
-  static constexpr bool kFinds = kReverse && !kFadesValues ? kSolves || !kEnds : kSolves;               // D, or what E takes away
-  static constexpr bool kGives = kRemoves && kReverse && !kEnds;                                        // d_V next to D
+  static constexpr bool kReads = !kReverse;                               // out
+  static constexpr bool kFinds = kSolves || (kReverse && !kFadesValues);  // D, or what E takes away
+  static constexpr bool kGives = kRemoves && kReverse;                    // d_V next to D
   static constexpr bool kAligned = !kErases;  // what is written under keys: nothing corrects its errors (see grid_of)
   static constexpr int kQueryParts = kReverse ? kExact : kReads ? kOfResults : 0;
   static constexpr int kKeyParts = !kReverse || kErases ? kExact : kGives || (kFinds && !kRemoves) ? kOfResults : 0;
@@ -37,7 +36,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   Output out;          // in reverse, d_V
   Output d_removed;    // D of a removal
   float* error;        // (heads, tokens, columns): E, or of a removal what y retrieves
-  float* ends;         // see store_ends()
+  float* ends;         // if given, only the ends of segments are computed: see store_ends()
 
   // Whether a part of the stored scores is used.
   FWP_BOTH static constexpr bool wants(int matrix) {
@@ -99,14 +98,14 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     const int team = this->team();
     const OfTeam own = memory.of_teams[team];
     State state;
-    kEnds && !kReverse ? this->load_transition(state) : this->load(kEnds ? Matrices<const float>{} : initial, state);
-    if (kReverse && !kEnds && team == 0) this->store(state, kept, this->head() * this->chunks() + chunk_of(0));
+    Pass::kHasSegments && !kReverse && ends ? this->load_transition(state) : this->load(initial, state);
+    if (kReverse && team == 0) this->store(state, kept, this->head() * this->chunks() + chunk_of(0));
     this->put_starts(memory.starts, value, value_decay);
     const int chunks = int(this->end() - this->begin());
     Scalars next;
     if (team < chunks) next = fill(memory.starts, own, 0, chunk_of(team));
     for (int i = team, of_team = 0; i < chunks; i += this->teams, ++of_team) {
-      this->put_scalars(next, own.tokens);
+      if (this->warp() == 0) this->put_scalars(next, own.tokens);
       wait_copies<0>();
       relay.wait_for_team(team);
       scale<true, !kRemoves>(own.tokens, own);
@@ -135,13 +134,13 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
 
   FWP_DEVICE Scalars fill(const char* const* starts, const OfTeam& own, int of_team, int64_t n) const {
     const Stage to = own.stages[of_team];
-    this->bring_tokens(starts, n, own.tokens);
+    this->bring_tokens(starts, n, own.tokens, 0, this->thread(), this->warps * kWarp);
     to.value.typed([&](const auto& v) { this->bring_values(value, starts[kValueStart], n, v); });
     if constexpr (kFadesValues)
       to.value_decay.typed([&](const auto& z) { this->bring_values(value_decay, starts[kValueStart + 1], n, z); });
     bring_scores(n, to);
     commit_copies();
-    return this->ask(starts, starts[kValueStart + 2], n);
+    return this->ask(starts, starts[kValueStart + 2], n, this->thread());
   }
   FWP_DEVICE void bring_scores(int64_t n, const Stage& to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
@@ -224,20 +223,23 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   FWP_DEVICE void use(int i, const Stage& chunk, const OfTeam& memory, const Turns& relay, State& state,
                       F before_writes) const {
     const int64_t n = chunk_of(i);
+    const bool gives_results = !Pass::kHasSegments || !ends;  // some do not affect the state
     relay.take(i, this->team(), this->warp(), state);
     Product read[kChunkBlocks], found[kChunkBlocks], given[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]), clear(given[t]);
-    read_state(memory, state, read, found, given);
+    read_state(gives_results, memory, state, read, found, given);
     Factor value[kChunkBlocks][kIn], write[kChunkBlocks][kParts];
     if constexpr (kReverse || !kErases) chunk.value.template load<kAligned>(this->own_column(), value);
     if constexpr (kReverse && kFinds)
-      read_later<kSolves ? kExact : kOfResults>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
+      if (kSolves || gives_results)
+        read_later<kSolves ? kExact : kOfResults>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
     if constexpr (kSolves) {
       if constexpr (!kReverse) take_away(value, chunk, this->own_column(), found);
       solve(chunk, found, write);
     }
     // What needs no other chunk: after the state where a team waits for that, else before it, to have fewer numbers in registers.
     const auto read_chunk = [&] {
+      if (!gives_results) return;
       if constexpr (kReads && !kFadesValues) {
         if constexpr (!kErases) read_earlier<kIn>(value, chunk.scores, read);
         if constexpr (kSolves) read_earlier<kOfResults>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
@@ -260,9 +262,9 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       give(i, relay, state);
     }
     if constexpr (Pass::kMostTeams > 1) read_chunk();
-    chunk.value.typed([&](const auto& through) {
-      if constexpr (kReverse && !kEnds && kRemoves) this->store_results(d_removed, n, found, through);
-      if constexpr (!kEnds && !(kReverse && kFadesValues))
+    if (gives_results) chunk.value.typed([&](const auto& through) {
+      if constexpr (kReverse && kRemoves) this->store_results(d_removed, n, found, through);
+      if constexpr (!kReverse || !kFadesValues)
         this->store_results(out, n, kGives ? given : kReverse ? found : read, through);
     });
   }
@@ -272,9 +274,8 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     const int64_t n = chunk_of(i);
     const bool is_last = kReverse ? n == this->begin() : n + 1 == this->end();
     relay.give(is_last, this->team(), this->warp(), state);
-    if constexpr (kEnds) {
-      if (is_last) this->store_ends(state, ends);
-    } else if constexpr (kReverse) {
+    if (Pass::kHasSegments && ends && is_last) this->store_ends(state, ends);
+    if constexpr (kReverse) {
       if (!is_last) this->store(state, kept, this->head() * this->chunks() + n - 1);
       if (n == 0) this->store(state, last, this->head());
     } else {
@@ -435,17 +436,20 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
 
   // read += (c Q W)^T; found += what erases, times W; or in reverse found += (w K G)^T, or of a removal found += (w x G)^T and
   // given += (w K G)^T.
-  FWP_DEVICE static void read_state(const OfTeam& memory, const State& state, Product (&read)[kChunkBlocks],
+  FWP_DEVICE static void read_state(bool results, const OfTeam& memory, const State& state, Product (&read)[kChunkBlocks],
                                     Product (&found)[kChunkBlocks], Product (&given)[kChunkBlocks]) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       Factor of_state[kParts];
       split(state[i], of_state);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-        if constexpr (kReads) read_rows<kQueryParts>(greatest<kOfReads>(of_state), memory.query, t, i, read[t]);
-        if constexpr (kGives) read_rows<kKeyParts>(greatest<kOfResults>(of_state), memory.key, t, i, given[t]);
+        if constexpr (kReads)
+          if (results) read_rows<kQueryParts>(greatest<kOfReads>(of_state), memory.query, t, i, read[t]);
+        if constexpr (kGives)
+          if (results) read_rows<kKeyParts>(greatest<kOfResults>(of_state), memory.key, t, i, given[t]);
         if constexpr (kFinds && !kReverse) read_rows<kEraserParts>(of_state, memory.eraser, t, i, found[t]);
         if constexpr (kFinds && kReverse)
-          read_rows<(kRemoves ? kRemovalParts : kKeyParts)>(of_state, kRemoves ? memory.removal : memory.key, t, i, found[t]);
+          if (kSolves || results)
+            read_rows<(kRemoves ? kRemovalParts : kKeyParts)>(of_state, kRemoves ? memory.removal : memory.key, t, i, found[t]);
       }
     }
   }

@@ -75,17 +75,19 @@ FWP_DEVICE void store_two(const float (&from)[2], const Grouped<Bfloat16>& to, i
   to.put(token, i, pair_of(from[0], from[1]));
 }
 
-// A vector for each token of a chunk in shared memory, in half precision, or as given in that or in float32.
+// A vector for each token of a chunk in shared memory, in half precision, or as given in that or in float32. Lanes load numbers
+// of rows 8 apart, for which the rows need no padding.
 template <typename Half, bool kOnlyHalf = false>
 struct TokenVectors {
   Grouped<float> in_float32;
   Type type;
 
-  FWP_BOTH TokenVectors(Carver& carver, int tokens, int width, Type type_) : type(type_) {
+  FWP_BOTH TokenVectors(Carver& carver, int tokens, int width, Type type_, int padding = 0) : type(type_) {
     // One pointer, with a size that depends on the type: of one of two pointers the compiler does not know the memory.
-    const int halves = !kOnlyHalf && type == Type::float32 ? 2 : 1;
-    Half* const data = carver.take<Half>(halves * grouped_size(tokens, width));
-    in_float32 = {reinterpret_cast<float*>(data), width + kPadding};
+    const int pitch = width + padding;
+    const bool is_wide = !kOnlyHalf && type == Type::float32;
+    Half* const data = carver.take<Half>(is_wide ? 2 * grouped_size<float>(tokens, pitch) : grouped_size(tokens, pitch));
+    in_float32 = {reinterpret_cast<float*>(data), pitch};
   }
   // Calls f with the matrix of its type.
   template <typename F>
@@ -180,7 +182,7 @@ FWP_DEVICE void put_parts(const float (&x)[2], const To (&to)[parts], int token,
 }
 
 // The size of a matrix of 32 x 16.
-constexpr int kScaledSize = grouped_size(kChunkTokens, kBlock);
+constexpr int kScaledSize = grouped_size(kChunkTokens, kBlock + kPadding);
 
 // 32 x 16 numbers of one warp: as factors, or for an exchange between lanes.
 template <int parts>
@@ -284,7 +286,8 @@ struct KeyTokens {
 // Values or gradients of outputs of a chunk, 32 tokens, and how a warp has 16 columns of them as rows: as factors, or as numbers.
 template <int kIn>
 struct ValueTile : TokenVectors<HalfOf<kIn>> {
-  using TokenVectors<HalfOf<kIn>>::TokenVectors;
+  FWP_BOTH ValueTile(Carver& carver, int tokens, int width, Type type)
+      : TokenVectors<HalfOf<kIn>>(carver, tokens, width, type, kPadding) {}
 
   FWP_DEVICE void load(int t, int column, Product& to) const {
     this->typed([&](const auto& from) {
@@ -327,12 +330,12 @@ constexpr int kTeamsByKey = kIn == 1 ? kMostTeams<kRows> : 1;
 
 // kRows: a multiple of 16, at least Dk. The inputs `rate`, `decay` along the keys or for a head, and along the keys
 // `removal_key` and `removal`.
-template <int kRows, Rule kRule, int kIn>
-struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, true, kTeamsByKey<kRows, kIn>> {
+template <int kRows, Rule kRule, int kIn, int kMost = kTeamsByKey<kRows, kIn>>
+struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, true, kMost> {
   static constexpr bool kErases = erases_of(kRule) == Erases::kKey, kRemoves = erases_of(kRule) == Erases::kRemoval;
   static constexpr bool kSolves = kErases || kRemoves;  // for E
   static constexpr bool kFadesValues = fades_of(kRule) == Fades::kKeyAndValue;
-  using Base = ChunkPass<kRows, kSolves, true, kTeamsByKey<kRows, kIn>>;
+  using Base = ChunkPass<kRows, kSolves, true, kMost>;
   using Tokens = KeyTokens<kIn, kRemoves>;
   // Parts of factors of results: products of tokens, and states that are read.
   static constexpr int kOfResults = kIn == 1 ? kOfTokens : kExact, kOfReads = kIn;
@@ -349,6 +352,7 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
   Brought removal_key, removal;
   bool by_key;  // whether decays are vectors; always in bfloat16, whose other decays have kernels of their own
 
+  // With kRows numbers of the keys.
   FWP_BOTH Tokens take_tokens(Carver& carver) const {
     return {carver, kRows, this->query.type, this->decay.type, kIn == 1 || by_key, removal_key.type, removal.type};
   }
@@ -378,32 +382,56 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
     const Brought* const all[] = {&this->query, &this->key, &this->decay, &this->rate, &removal_key, &removal, &own...};
     Base::put_starts(all, starts);
   }
-  FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const Tokens& to) const {
-    bring_vectors(this->query, starts[0], n, to.query);
-    bring_vectors(this->key, starts[1], n, to.key);
-    if (to.by_key) bring_vectors(this->decay, starts[2], n, to.decay);
+  // The numbers of the keys from `first` on, by so many threads.
+  FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const Tokens& to, int first, int thread,
+                               int threads) const {
+    const auto bring_vectors = [&](const Brought& from, const char* start, const auto& vectors) {
+      vectors.typed([&](const auto& target) {
+        this->bring(from, start, n, first, this->size.rows, kRows, target, 0, thread, threads);
+      });
+    };
+    bring_vectors(this->query, starts[0], to.query);
+    bring_vectors(this->key, starts[1], to.key);
+    if (to.by_key) bring_vectors(this->decay, starts[2], to.decay);
     if constexpr (kRemoves) {
-      bring_vectors(removal_key, starts[4], n, to.removal_key);
-      bring_vectors(removal, starts[5], n, to.removal);
+      bring_vectors(removal_key, starts[4], to.removal_key);
+      bring_vectors(removal, starts[5], to.removal);
     }
   }
-  template <typename Vectors>
-  FWP_DEVICE void bring_vectors(const Brought& from, const char* start, int64_t n, const Vectors& to) const {
-    to.typed([&](const auto& target) { this->bring_keys(from, start, n, target); });
-  }
-  template <typename Vectors>
-  FWP_DEVICE void store_vectors(const Output& to, int64_t n, const Vectors& from) const {
-    from.typed([&](const auto& source) { this->store_keys(to, n, source); });
-  }
 
-  FWP_DEVICE Scalars ask(const char* const* starts, const char* documents, int64_t n) const {
-    return Base::ask(starts[3], kIn == 1 || by_key ? nullptr : starts[2], documents, n);
+  FWP_DEVICE Scalars ask(const char* const* starts, const char* documents, int64_t n, int t) const {
+    return Base::ask(starts[3], kIn == 1 || by_key ? nullptr : starts[2], documents, n, t);
   }
-  FWP_DEVICE void put_scalars(const Scalars& asked, const Tokens& to) const {
-    if (this->warp() > 0) return;
+  // By one warp.
+  template <typename To>
+  FWP_DEVICE void put_scalars(const Scalars& asked, const To& to) const {
     to.rate[lane()] = number_of(this->rate.type, asked.rate);
     const float decay = to.by_key ? kGiven : this->decay.data ? number_of(this->decay.type, asked.decay) : 1;
     to.source[lane()] = !asked.there ? 1 : asked.begins ? 0 : decay;
+  }
+};
+
+// A pass with a block for each chunk, for any Dk: a warp has 16 numbers of the keys, in shared memory of its own.
+template <Rule kRule, int kIn>
+struct ChunkKeyParallel : ChunkKeyPass<kBlock, kRule, kIn, 1> {
+  using Pass = ChunkKeyPass<kBlock, kRule, kIn, 1>;
+
+  struct OfWarp : Pass::Tokens {
+    FWP_BOTH OfWarp(Carver& carver, const ChunkKeyParallel& pass) : Pass::Tokens(pass.take_tokens(carver)) {}
+  };
+  using Tokens = Copies<OfWarp, ChunkKeyParallel>;
+
+  FWP_DEVICE Scalars load_tokens(const char* const* starts, const char* documents, int64_t n, const OfWarp& to) const {
+    this->bring_tokens(starts, n, to, this->own_column(), lane(), kWarp);
+    const Scalars scalars = this->ask(starts, documents, n, lane());
+    this->put_scalars(scalars, to);
+    return scalars;
+  }
+  template <typename Vectors>
+  FWP_DEVICE void store_vectors(const Output& to, int64_t n, const Vectors& from) const {
+    from.typed([&](const auto& source) {
+      this->store_tokens(to, n, source, 0, kBlock, this->own_column(), this->size.rows, lane(), kWarp);
+    });
   }
 };
 

@@ -1,6 +1,6 @@
 // Segments of one sequence that run in parallel, if there are fewer heads than multiprocessors. The state after a segment is T
 // W + C. W is the state before it, T its transition, and C what it writes to an empty state. A first kernel computes T and C of
-// all segments in parallel (kEnds). This kernel goes from segment to segment. Then all segments run in parallel, each from its
+// all segments in parallel (`ends`). This kernel goes from segment to segment. Then all segments run in parallel, each from its
 // own start state. The gradient goes in the other direction, with the transpose of T: the backward pass only computes C.
 #pragma once
 
@@ -16,10 +16,8 @@ constexpr int kColumnsOfThread = 8;
 
 // Replaces C by the state at the start of each segment, or by the gradient at its end. `matrices`: (heads, segments, columns +
 // rows, rows). The first columns are those of C, then those of T, or the factors in one column.
-template <int kRows>
 struct ChunkSegments {
-  static constexpr int kColumns = kThreadsForSegments / kRows * kColumnsOfThread;  // of a block
-
+  int rows;  // a power of two, at least those of the matrices, and at most the threads
   Transition transition;
   bool reverse;
   float* matrices;
@@ -28,11 +26,13 @@ struct ChunkSegments {
   ScanSize size;
   int segments, slabs;
 
+  FWP_BOTH int columns() const { return kThreadsForSegments / rows * kColumnsOfThread; }  // of a block
+
   FWP_DEVICE void run() const {
     float* const shared = reinterpret_cast<float*>(shared_memory());
-    const int row = int(threadIdx.x) % kRows, own = int(threadIdx.x) / kRows * kColumnsOfThread;
+    const int row = int(threadIdx.x) % rows, own = int(threadIdx.x) / rows * kColumnsOfThread;
     const int64_t head = blockIdx.x / unsigned(slabs);
-    const int first = int(blockIdx.x % unsigned(slabs)) * kColumns + own;
+    const int first = int(blockIdx.x % unsigned(slabs)) * columns() + own;
     const auto inside = [&](int c) { return row < size.rows && first + c < size.columns; };
     float state[kColumnsOfThread];
     FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c)
@@ -50,14 +50,14 @@ struct ChunkSegments {
         float* const written = matrices + at + (first + c) * size.rows + row;
         const float of_empty = inside(c) ? *written : 0;
         if (inside(c)) *written = state[c];
-        shared[(own + c) * kRows + row] = state[c];
+        shared[(own + c) * rows + row] = state[c];
         state[c] = fma(factor, state[c], of_empty);
       }
       __syncthreads();
       if (transition == Transition::matrix)
         FWP_UNROLL_BY(8) for (int j = 0; j < size.rows; ++j) {
           const float x = of_row[at + j * step];
-          FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c) state[c] = fma(x, shared[(own + c) * kRows + j], state[c]);
+          FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c) state[c] = fma(x, shared[(own + c) * rows + j], state[c]);
         }
       __syncthreads();
     }

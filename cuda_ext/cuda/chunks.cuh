@@ -48,8 +48,9 @@ struct Divisor {
 };
 
 // The numbers of a grouped matrix, with what lies between its rows.
-FWP_BOTH constexpr int grouped_size(int rows, int columns) {
-  return rows * (columns + kPadding) + rows / kGroupRows * kBlock;
+template <typename T = Bfloat16>
+FWP_BOTH constexpr int grouped_size(int rows, int pitch) {
+  return rows * pitch + rows / kGroupRows * kGap<T>;
 }
 
 // Allocates shared memory: in the kernel from its start, on the host from null, to count it.
@@ -65,9 +66,8 @@ struct Carver {
   FWP_BOTH Shared matrix(int rows, int columns) {
     return {take<Bfloat16>(rows * (columns + kPadding)), columns + kPadding};
   }
-  template <typename T = Bfloat16>
-  FWP_BOTH Grouped<T> grouped(int rows, int columns) {
-    return {take<T>(grouped_size(rows, columns)), columns + kPadding};
+  FWP_BOTH Grouped<Bfloat16> grouped(int rows, int columns) {
+    return {take<Bfloat16>(grouped_size(rows, columns + kPadding)), columns + kPadding};
   }
 };
 
@@ -259,12 +259,12 @@ struct ChunkPass {
     bring(from, start, n, first_column() + own_column(), size.columns, kBlock, to, own_column(), lane(), kWarp);
   }
 
-  // Loads the scalars of chunk n, one token per lane of the first warp. `decays` may be null.
-  FWP_DEVICE Scalars ask(const char* rates, const char* decays, const char* documents, int64_t n) const {
+  // Loads the scalars of token t of chunk n, if there is one: of a token for each lane of one warp. `decays` may be null.
+  FWP_DEVICE Scalars ask(const char* rates, const char* decays, const char* documents, int64_t n, int t) const {
     Scalars asked;
-    asked.there = thread() < count(n);
+    asked.there = t < count(n);
     if (!asked.there) return asked;
-    const int64_t token = n * kChunkTokens + thread();
+    const int64_t token = n * kChunkTokens + t;
     if constexpr (kRates) asked.rate = raw(rate, rates, token);
     if (kFades && decays) asked.decay = raw(decay, decays, token);
     if (kFades && documents) asked.begins = in_global_memory(documents)[token];
@@ -452,14 +452,20 @@ struct ChunkPass {
     for_state(state, [&](bool, int row, int column, float& x) { x = column - value_columns() == row ? 1 : 0; });
   }
   // To the matrices of a segment: see ChunkSegments.
-  FWP_DEVICE void store_ends(State& state, float* ends) const {
-    float* const to = ends + sequence() * of_segment(size);
-    for_state(state, [&](bool inside, int row, int column, float& x) {
-      const int of_transition = column - value_columns();
-      if (inside) to[column * size.rows + row] = x;
-      else if (row < size.rows && of_transition >= 0 && of_transition < size.rows)
-        to[(size.columns + of_transition) * size.rows + row] = x;
-    });
+  FWP_DEVICE void store_ends(const State& state, float* ends) const {
+    float* const to = ends + sequence() * of_segment(size) + pair();
+    FWP_UNROLL for (int r = 0; r < 2; ++r) {
+      const int column = first_column() + own_column() + line() + 8 * r, of_transition = column - value_columns();
+      const bool wanted = of_transition < 0 ? column < size.columns : of_transition < size.rows;
+      const int rows = wanted ? size.rows - pair() : 0;
+      float* const of_column = to + (of_transition < 0 ? column : size.columns + of_transition) * size.rows;
+      FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
+        FWP_UNROLL for (int h = 0; h < 2; ++h)
+          FWP_UNROLL for (int e = 0; e < 2; ++e) {
+            const int row = i * kBlock + 8 * h + e;
+            if (row < rows) of_column[row] = state[i][h][2 * r + e];
+          }
+    }
   }
 
   // Stores the transposed results of this warp's columns. They go through shared memory that only this warp uses.
@@ -508,11 +514,6 @@ struct ChunkPass {
         FWP_UNROLL_BY(1) for (int e = 0; e < per_piece && at + i + e < limit; ++e) target[e] = source[e];
     }
   }
-  template <typename From>
-  FWP_DEVICE void store_keys(const Output& to, int64_t n, const From& from) const {
-    store_tokens(to, n, from, 0, kRows, 0, size.rows, thread(), warps * kWarp);
-  }
-
   // Stores one number per token, held by lane t of the first warp.
   FWP_DEVICE void store_scalar(const Output& to, int64_t n, float x) const {
     const int t = thread();

@@ -22,13 +22,6 @@ FWP_DEVICE unsigned char* shared_memory() {
   return fwp_shared_bytes;
 }
 
-// A zero unknown to the compiler. Values that depend on it are computed again, not kept in registers.
-FWP_DEVICE int unknown_zero() {
-  int zero = 0;
-  asm volatile("" : "+r"(zero));
-  return zero;
-}
-
 FWP_DEVICE float float_of_half_bits(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 FWP_DEVICE uint16_t half_bits_of_float(float x) { return __half_as_ushort(__float2half_rn(x)); }
 FWP_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }

@@ -165,7 +165,8 @@ FWP_DEVICE void add_product(Product& c, const Factor (&a)[of_a], Load load) {
 constexpr int kPadding = 8;
 constexpr int kGroupRows = 8;
 
-// kGap: numbers between groups of eight rows. With a gap of 16, pairs of numbers in rows 8 apart also lie in different banks.
+// kGap: numbers between groups of eight rows. With a gap of 32 bytes, pairs of numbers in rows 8 apart also lie in different
+// banks.
 template <typename T, int kGap>
 struct Rows {
   using Number = T;
@@ -199,6 +200,8 @@ struct Rows {
 
 using Shared = Rows<Bfloat16, 0>;
 template <typename T>
-using Grouped = Rows<T, kBlock>;
+constexpr int kGap = 32 / sizeof(T);
+template <typename T>
+using Grouped = Rows<T, kGap<T>>;
 
 }  // namespace fwp::cuda

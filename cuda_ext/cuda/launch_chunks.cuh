@@ -17,11 +17,6 @@ __global__ void __launch_bounds__(Pass::kMostThreads, 1) chunk_kernel(const Pass
   pass.run();
 }
 
-template <int kRows>
-__global__ void __launch_bounds__(kThreadsForSegments) segments_kernel(const ChunkSegments<kRows> pass) {
-  pass.run();
-}
-
 namespace detail {
 
 // Calls f with the smallest compiled row count, a constant, that is at least `rows`.
@@ -151,29 +146,17 @@ size_t chunk_workspace(const Call& call) {
   });
 }
 
-// The pass that computes the ends of segments, or the states before each chunk.
-template <int kRows, bool kErases>
-ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key, const Tokens& value, const Inputs& in,
-                                        const Gpu& gpu) {
-  ChunkStates<kRows, kErases> pass{};
-  set_size(pass, size);
-  set_columns(pass, size.columns, gpu);
-  pass.key = {key, size.rows}, pass.value = {value, size.columns}, pass.rate = {in.rate, 1};
-  return pass;
-}
+const char* launch_segments(const ChunkSegments& pass, const Gpu& gpu, void* stream);  // see kernels.cu
 
 // Run the pass that computes the ends of segments, and from these compute `initial` of the pass through all segments.
-template <int kRows, typename Pass>
-const char* find_initial(Pass ends, ChunkSegments<kRows> through, Matrices<const float>& initial, const Gpu& gpu,
-                         void* stream) {
+template <typename Pass>
+const char* find_initial(Pass ends, ChunkSegments through, Matrices<const float>& initial, const Gpu& gpu, void* stream) {
   ends.ends = through.matrices;
   if (const char* error = launch_chunks(ends, gpu, stream)) return error;
   through.initial = initial, through.size = ends.size, through.segments = int(ends.segments());
-  through.slabs = (ends.size.columns + through.kColumns - 1) / through.kColumns;
-  const size_t bytes = size_t(through.kColumns) * kRows * sizeof(float);
+  through.slabs = (ends.size.columns + through.columns() - 1) / through.columns();
   initial = initial_of(ends.size, through.matrices);
-  return launch_blocks(segments_kernel<kRows>, gpu, ends.size.heads * through.slabs, kThreadsForSegments, bytes, stream,
-                       through);
+  return launch_segments(through, gpu, stream);
 }
 
 template <bool kErases, bool kFades>
@@ -195,18 +178,13 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to,
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     if (pass.log_segments > 0) {
       float* const segments = static_cast<float*>(to.segments);
-      const char* error;
-      if constexpr (pass.kRates) {
-        ChunkForward<kRows, kErases, kFades, true> ends{};
-        fill(ends);
-        set_columns(ends, ends.ends_columns(), gpu);
-        set_teams(ends, gpu);
-        error = find_initial<kRows>(ends, {Transition::matrix, false, segments, segments}, pass.initial, gpu, call.stream);
-      } else {
-        const auto ends = make_states<kRows, kErases>(size, in.k, in.v, in, gpu);
-        error = find_initial<kRows>(ends, {Transition::one, false, segments, segments}, pass.initial, gpu, call.stream);
-      }
-      if (error) return error;
+      ChunkForward<kRows, kErases, kFades> ends{};
+      fill(ends);
+      set_columns(ends, pass.kRates ? ends.ends_columns() : size.columns, gpu);
+      set_teams(ends, gpu);
+      const Transition transition = pass.kRates ? Transition::matrix : Transition::one;
+      const ChunkSegments through{kRows, transition, false, segments, segments};
+      if (const char* error = find_initial(ends, through, pass.initial, gpu, call.stream)) return error;
     }
     return launch_chunks(pass, gpu, call.stream);
   });
@@ -237,6 +215,14 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     pass.d_v = to.v, pass.d_rate = to.rate;
     pass.gradients = {memory.gradients, pass.block_columns()};
     const bool in_segments = pass.log_segments > 0;
+    const auto make_states = [&](const Tokens& key, const Tokens& written, int columns) {
+      ChunkForward<kRows, kErases, kFades> states{};
+      set_size(states, size);
+      set_columns(states, columns, gpu);
+      set_teams(states, gpu);
+      states.key = {key, size.rows}, states.value = {written, size.columns}, states.rate = {in.rate, 1};
+      return states;
+    };
     auto of_keys = sized_gradients<kRows, kErases, kFades>(size);
     fill(of_keys);
     of_keys.d = {contiguous_tokens(to.v, call.size), size.columns}, of_keys.gradients = pass.gradients;
@@ -244,8 +230,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     if constexpr (kFades) {
       of_keys.initial = static_cast<const float*>(in.state), of_keys.kept = static_cast<const float*>(more.kept);
     } else {
-      auto before = make_states<kRows, kErases>(size, in.k, value, in, gpu);
-      set_columns(before, pass.block_columns(), gpu);
+      auto before = make_states(in.k, value, pass.block_columns());
       before.initial = in_segments ? initial_of(size, more.segments) : matrices<float>(in.state, call.size);
       of_keys.states = before.states = {memory.states, pass.block_columns()};
       if (const char* error = launch_chunks(before, gpu, call.stream)) return error;
@@ -254,15 +239,15 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
       const float* const of_forward = static_cast<const float*>(more.segments);
       const char* error;
       if constexpr (pass.kRates) {
-        ChunkBackward<kRows, kErases, kFades, true> ends{};
+        ChunkBackward<kRows, kErases, kFades> ends{};
         set_size(ends, size);
         fill(ends);
         set_columns(ends, size.columns, gpu);
         set_teams(ends, gpu);
-        error = find_initial<kRows>(ends, {Transition::matrix, true, segments, of_forward}, pass.d_last, gpu, call.stream);
+        error = find_initial(ends, {kRows, Transition::matrix, true, segments, of_forward}, pass.d_last, gpu, call.stream);
       } else {  // G = G + Q^T d_out is a state, too
-        const auto ends = make_states<kRows, kErases>(size, in.q, more.d_out, in, gpu);
-        error = find_initial<kRows>(ends, {Transition::one, true, segments, of_forward}, pass.d_last, gpu, call.stream);
+        const auto ends = make_states(in.q, more.d_out, size.columns);
+        error = find_initial(ends, {kRows, Transition::one, true, segments, of_forward}, pass.d_last, gpu, call.stream);
       }
       if (error) return error;
     }
@@ -303,7 +288,7 @@ Pass make_of_chunks(const ScanSize& size, const Inputs& in) {
   Pass pass{};
   set_keys(pass, size, in);
   pass.log_segments = 0;
-  pass.slabs = int(pass.chunks()), pass.warps = Pass::kWarps;
+  pass.slabs = int(pass.chunks()), pass.warps = (size.rows + kBlock - 1) / kBlock;
   return pass;
 }
 
@@ -334,9 +319,9 @@ inline ScanSize values_as_keys(ScanSize size) {
 constexpr bool keeps_states(Rule rule) { return rule != Rule::sum && rule != Rule::delta; }
 
 // Device memory in bytes, and its parts.
-template <int kRows, Rule kRule, int kIn>
+template <Rule kRule, int kIn>
 struct KeyMemory {
-  using Pass = ChunkKeyPass<kRows, kRule, kIn>;
+  using Pass = ChunkKeyParallel<kRule, kIn>;
   float* segments;
   Bfloat16 *scores, *d_scores;  // d_scores: where values fade
   void* d_removed;              // D of a removal, in the type of the values
@@ -345,7 +330,7 @@ struct KeyMemory {
 
   KeyMemory(const Call& call, bool is_backward) {
     const ScanSize size = scan_size(call);
-    ChunkKeyScores<kRows, kRule, kIn> pass{};
+    Pass pass{};
     set_size(pass, size);
     const int64_t chunks = size.heads * pass.chunks(), numbers = int64_t(size.rows) * size.columns;
     const int64_t values = size.heads * size.length * size.columns;
@@ -363,11 +348,7 @@ struct KeyMemory {
 template <Rule kRule>
 size_t chunk_keys_workspace(Call call, bool is_backward) {
   call.workspace = nullptr;
-  return with_parts(call.type, [&](auto in) {
-    return with_rows(call.size.Dk, [&](auto rows) {
-      return KeyMemory<decltype(rows)::value, kRule, decltype(in)::value>(call, is_backward).bytes;
-    });
-  });
+  return with_parts(call.type, [&](auto in) { return KeyMemory<kRule, decltype(in)::value>(call, is_backward).bytes; });
 }
 
 // Shared memory of a pass from chunk to chunk, at most. Inputs whose types are not known here count as float32.
@@ -379,10 +360,10 @@ size_t key_states_bytes(const ScanSize& size, bool ends = false) {
   pass.warps = at_least_power_of_two((int64_t(columns) + kBlock - 1) / kBlock, Pass::kMostWarps);
   return chunk_bytes(pass);
 }
-template <int kRows, Rule kRule, int kIn>
+template <Rule kRule, int kIn>
 size_t key_chunks_bytes(const ScanSize& size) {
-  auto gradients = make_of_chunks<ChunkKeyGradients<kRows, kRule, kIn>>(size, {});
-  ChunkKeyScores<kRows, kRule, kIn> scores{};
+  auto gradients = make_of_chunks<ChunkKeyGradients<kRule, kIn>>(size, {});
+  auto scores = make_of_chunks<ChunkKeyScores<kRule, kIn>>(size, {});
   gradients.by_key = scores.by_key = true;
   return std::max(chunk_bytes(scores), chunk_bytes(gradients));
 }
@@ -390,10 +371,9 @@ template <int kRows, Rule kRule, int kIn>
 size_t key_bytes(const ScanSize& size) {
   const size_t most = std::max({key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, false>>(size),
                                 key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, true>>(size),
-                                key_chunks_bytes<kRows, kRule, kIn>(size)});
+                                key_chunks_bytes<kRule, kIn>(size)});
   if constexpr (!ChunkKeyPass<kRows, kRule, kIn>::kHasSegments) return most;
-  else return std::max({most, key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, false, true>>(size, true),
-                        key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, true, true>>(size)});
+  else return std::max(most, key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, false>>(size, true));
 }
 
 template <Rule kRule>
@@ -403,17 +383,14 @@ bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
   return with_parts(type, [&](auto in) {
     constexpr int kIn = decltype(in)::value;
     size_t most = with_rows(size.rows, [&](auto rows) { return key_bytes<decltype(rows)::value, kRule, kIn>(size); });
-    if (kFadesValues)
-      most = std::max(most, with_rows(size.columns, [&](auto rows) {
-                        return key_chunks_bytes<decltype(rows)::value, kRule, kIn>(values_as_keys(size));
-                      }));
+    if (kFadesValues) most = std::max(most, key_chunks_bytes<kRule, kIn>(values_as_keys(size)));
     return most <= gpu.shared_bytes;
   });
 }
 
-template <int kRows, Rule kRule, int kIn>
+template <Rule kRule, int kIn>
 const char* run_key_scores(const ScanSize& size, const Inputs& in, Bfloat16* to, const Gpu& gpu, void* stream) {
-  auto pass = make_of_chunks<ChunkKeyScores<kRows, kRule, kIn>>(size, in);
+  auto pass = make_of_chunks<ChunkKeyScores<kRule, kIn>>(size, in);
   pass.scores = to;
   return launch_chunks(pass, gpu, stream);
 }
@@ -421,16 +398,16 @@ const char* run_key_scores(const ScanSize& size, const Inputs& in, Bfloat16* to,
 // Compute the scores, then run the pass from chunk to chunk.
 template <int kRows, Rule kRule, int kIn, bool kReverse>
 const char* run_key_states(ChunkKeyStates<kRows, kRule, kIn, kReverse>& pass, const ScanSize& size, const Inputs& in,
-                           const Tokens& value, const KeyMemory<kRows, kRule, kIn>& memory, float* segments,
+                           const Tokens& value, const KeyMemory<kRule, kIn>& memory, float* segments,
                            const float* of_forward, const Gpu& gpu, void* stream) {
-  if (const char* error = run_key_scores<kRows, kRule, kIn>(size, in, memory.scores, gpu, stream)) return error;
+  if (const char* error = run_key_scores<kRule, kIn>(size, in, memory.scores, gpu, stream)) return error;
   if constexpr (pass.kHasSegments)
     if (pass.log_segments > 0) {
-      using Ends = ChunkKeyStates<kRows, kRule, kIn, kReverse, true>;
+      using Pass = ChunkKeyStates<kRows, kRule, kIn, kReverse>;
       const int columns = kReverse ? size.columns : pass.ends_columns();
-      const auto ends = make_key_states<Ends>(size, in, value, memory.scores, columns, gpu);
+      const auto ends = make_key_states<Pass>(size, in, value, memory.scores, columns, gpu);
       const Transition transition = pass.kSolves ? Transition::matrix : Transition::rows;
-      const ChunkSegments<kRows> through{transition, kReverse, segments, of_forward};
+      const ChunkSegments through{kRows, transition, kReverse, segments, of_forward};
       if (const char* error = find_initial(ends, through, pass.initial, gpu, stream)) return error;
     }
   return launch_chunks(pass, gpu, stream);
@@ -439,7 +416,7 @@ const char* run_key_states(ChunkKeyStates<kRows, kRule, kIn, kReverse>& pass, co
 template <int kRows, Rule kRule, int kIn>
 const char* forward_by_key(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
   const ScanSize size = scan_size(call);
-  const KeyMemory<kRows, kRule, kIn> memory(call, false);
+  const KeyMemory<kRule, kIn> memory(call, false);
   auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kIn, false>>(size, in, in.v, memory.scores, size.columns, gpu);
   pass.initial = matrices<float>(in.state, call.size);
   pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
@@ -448,21 +425,14 @@ const char* forward_by_key(const Call& call, const Inputs& in, const Outputs& to
   return run_key_states(pass, size, in, in.v, memory, segments, segments, gpu, call.stream);
 }
 
-// Compute the states after each chunk again, from what was written.
-template <int kRows, int kIn>
-const char* keep_states(const Call& call, const Inputs& in, const Tokens& written, float* kept, const Gpu& gpu) {
-  const ScanSize size = scan_size(call);
-  using Pass = ChunkKeyStates<kRows, Rule::gated_by_key, kIn, false>;
-  auto pass = make_key_states<Pass>(size, in, written, nullptr, size.columns, gpu);
-  pass.initial = matrices<float>(in.state, call.size), pass.kept = kept;
-  return launch_chunks(pass, gpu, call.stream);
-}
+// Compute the states after each chunk again, from what was written, in float32 or float16: with the kernels of gated_by_key.
+const char* keep_states(const Call& call, const Inputs& in, const Tokens& written, float* kept, const Gpu& gpu);
 
 // The gradients of all chunks, with states whose rows and columns are so many numbers apart.
-template <int kRows, Rule kRule, int kIn>
-ChunkKeyGradients<kRows, kRule, kIn> make_key_gradients(const ScanSize& size, const Inputs& in, const Tokens& d_out,
+template <Rule kRule, int kIn>
+ChunkKeyGradients<kRule, kIn> make_key_gradients(const ScanSize& size, const Inputs& in, const Tokens& d_out,
                                                         const float* kept, const float* gradients, int row, int column) {
-  auto pass = make_of_chunks<ChunkKeyGradients<kRows, kRule, kIn>>(size, in);
+  auto pass = make_of_chunks<ChunkKeyGradients<kRule, kIn>>(size, in);
   pass.value = {in.v, size.columns}, pass.d_out = {d_out, size.columns};
   pass.value_decay = {in.value_decay, size.columns};
   pass.initial = static_cast<const float*>(in.state), pass.kept = kept;
@@ -475,7 +445,7 @@ ChunkKeyGradients<kRows, kRule, kIn> make_key_gradients(const ScanSize& size, co
 template <int kRows, Rule kRule, int kIn>
 const char* backward_by_key(const Call& call, const Inputs& in, const Backward& more, const Gradients& to, const Gpu& gpu) {
   const ScanSize size = scan_size(call);
-  const KeyMemory<kRows, kRule, kIn> memory(call, true);
+  const KeyMemory<kRule, kIn> memory(call, true);
   Tokens d_out = more.d_out;
   d_out.type = call.type;  // also of absent ones: results go through their place
   auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kIn, true>>(size, in, d_out, memory.scores, size.columns, gpu);
@@ -484,16 +454,16 @@ const char* backward_by_key(const Call& call, const Inputs& in, const Backward& 
   const Target d_removed{pass.kRemoves ? memory.d_removed : to.v.data, call.type};
   pass.d_removed = d_removed;
   const float* kept = static_cast<const float*>(more.kept);
-  if constexpr (kIn > 1)
+  if constexpr (kIn > 1 && kRule != Rule::decay && kRule != Rule::removal)
     if (!keeps_states(call.rule)) {
       const Tokens& written = pass.kErases ? more.retrieved : in.v;
-      if (const char* error = keep_states<kRows, kIn>(call, in, written, memory.kept, gpu)) return error;
+      if (const char* error = keep_states(call, in, written, memory.kept, gpu)) return error;
       kept = memory.kept;
     }
   const float* const of_forward = static_cast<const float*>(more.segments);
   if (const char* error = run_key_states(pass, size, in, d_out, memory, memory.segments, of_forward, gpu, call.stream))
     return error;
-  auto of_k = make_key_gradients<kRows, kRule, kIn>(size, in, d_out, kept, memory.gradients, size.columns, 1);
+  auto of_k = make_key_gradients<kRule, kIn>(size, in, d_out, kept, memory.gradients, size.columns, 1);
   of_k.removed = {more.retrieved, size.columns};
   of_k.d_removed = {contiguous_tokens(d_removed, call.size), size.columns};
   of_k.d_q = to.q, of_k.d_k = to.k, of_k.d_rate = to.rate;
@@ -503,15 +473,10 @@ const char* backward_by_key(const Call& call, const Inputs& in, const Backward& 
   if constexpr (pass.kFadesValues) {
     const Inputs swapped = values_as_keys(in, d_out);
     const ScanSize of_values = values_as_keys(size);
-    const char* const failed = with_rows(of_values.rows, [&](auto rows) -> const char* {
-      constexpr int kOfValues = decltype(rows)::value;
-      if (const char* error = run_key_scores<kOfValues, kRule, kIn>(of_values, swapped, memory.d_scores, gpu, call.stream))
-        return error;
-      auto of_v = make_key_gradients<kOfValues, kRule, kIn>(of_values, swapped, in.q, kept, memory.gradients, 1, size.columns);
-      of_v.d_scores = memory.scores, of_v.d_k = to.v, of_v.d_decay = to.value_decay;
-      return launch_chunks(of_v, gpu, call.stream);
-    });
-    if (failed) return failed;
+    if (const char* error = run_key_scores<kRule, kIn>(of_values, swapped, memory.d_scores, gpu, call.stream)) return error;
+    auto of_v = make_key_gradients<kRule, kIn>(of_values, swapped, in.q, kept, memory.gradients, 1, size.columns);
+    of_v.d_scores = memory.scores, of_v.d_k = to.v, of_v.d_decay = to.value_decay;
+    if (const char* error = launch_chunks(of_v, gpu, call.stream)) return error;
   }
   return launch_chunks(of_k, gpu, call.stream);
 }

@@ -472,7 +472,6 @@ inline void __syncwarp() { __shfl_xor_sync(0xffffffffu, 0, 0); }
 namespace fwp::cuda {
 
 inline unsigned char* shared_memory() { return emulator::machine().shared; }
-inline int unknown_zero() { return 0; }
 template <typename T>
 T* in_global_memory(T* x) {
   return x;

@@ -10,22 +10,20 @@ from nvcc import compile_source, compiled_kernels, needs_nvcc, parse_report
 # By the type of the computation. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
 # three; float64 takes two for each number. The backward scan of a fading rule has a state and its gradient. The
 # passes on the tensor cores, whose threads hold 64 numbers of the state where it has 128 rows, have one block of 256.
-GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255, "maps": 64}
+GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255, "segments": 128, "maps": 64}
 # For each of the eight rules, the forward scan in three shapes (float64: two), and the backward scan in four (two).
 # Four kernels of sums. On tensor cores (L), for each of four numbers of rows: both passes of four rules and their
-# gradients of keys, and the states of the sum and the delta rule. For segments, one kernel goes from segment to
-# segment, and all rules except the sum have two more. With decays by key, four rules have the scores, the gradients of
-# keys, and in both directions the states, all of that also for float32. In bfloat16, three of them have the ends of
-# segments. Both passes of maps, for four types.
-KERNELS_BY_TYPE = {"f": 8 * (3 + 4) + 4, "d": 8 * (2 + 2) + 4, "L": (4 * 3 + 3 * 2 + 2 + 1 + 2 * 4 * 4 + 3 * 2) * 4}
-KERNELS_BY_TYPE["maps"] = 2 * 4
-# Bytes of local memory, at most: these passes use all registers, and keep some addresses outside. The last ones of
-# each size are for the ends of segments.
+# gradients of keys, and with decays by key, for two types, the states of four rules in both directions. For any
+# rows, these four have the scores and the gradients of keys, for two types. One kernel goes from segment to segment.
+# Both passes of maps, for four types.
+KERNELS_BY_TYPE = {"f": 8 * (3 + 4) + 4, "d": 8 * (2 + 2) + 4, "L": (4 * 3 + 2 * 4 * 2) * 4 + 2 * 4 * 2}
+KERNELS_BY_TYPE |= {"segments": 1, "maps": 2 * 4}
+# Bytes of local memory, at most: these passes use all registers, and keep some addresses outside.
 GREATEST_STACK = {
     "Gradients": 192,
     "KeyStatesILi128E": 144,
     "KeyStatesILi": 80,
-    "KeyScoresILi": 16,
+    "KeyScores": 16,
     "ILi16ELb1E": 32,
     "ILi32ELb1E": 24,
     "ILi64ELb1E": 48,
@@ -38,10 +36,9 @@ GREATEST_STACK = {
 
 
 def type_of(usage):
-    """Return the first template argument that is not a class, in the compiler's spelling; "maps" for those."""
-    if "map_kernel" in usage.kernel:
-        return "maps"
-    return re.search(r"I([fdL])", usage.kernel)[1]
+    """Return the first template argument that is not a class, in the compiler's spelling, or what others are for."""
+    of_others = re.search(r"(map|segment)s?_kernel", usage.kernel)
+    return f"{of_others[1]}s" if of_others else re.search(r"I([fdL])", usage.kernel)[1]
 
 
 def faults(usages):
