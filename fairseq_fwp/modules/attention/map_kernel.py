@@ -4,34 +4,57 @@ The definition is `FastWeightAttention.project` and `map`; `map_check` compares 
 heads of values, Dk features of a key, Dv size of a value, N keys and values a token.
 """
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fairseq_fwp.modules.feature_maps import Favor, kernel_form
+from fairseq_fwp.modules.attention.convolution import ShortConvolution
+from fairseq_fwp.modules.attention.gates import Gates
+from fairseq_fwp.modules.attention.memory import Memory
+from fairseq_fwp.modules.attention.normalization import LengthNormalization, SumNormalization
+from fairseq_fwp.modules.feature_maps import Favor, FeatureMap, kernel_form
 from fairseq_fwp.ops.projection import Layout, Part, has_kernel, map_projection
 
-if TYPE_CHECKING:
-    from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
+
+class Layer(Protocol):
+    """What the kernel needs of a `FastWeightAttention`."""
+
+    num_heads: int
+    value_heads: int
+    key_dim: int
+    head_dim: int
+    mixed_columns: list[int]
+    query_scale: float
+    overflows: bool
+    bias: nn.Parameter | None
+    in_proj: nn.Linear
+    convolution: ShortConvolution | None
+    feature_map: FeatureMap
+    key_normalizations: list[SumNormalization | LengthNormalization]
+    gates: Gates
+    memory: Memory
+    layout: Layout | None
+
+    def features_by_head(self, features: Tensor) -> Tensor: ...
 
 
-def find_layout(layer: "FastWeightAttention") -> Layout | None:
+def find_layout(layer: Layer) -> Layout | None:
     """Return what the kernel needs to know of a layer; None if it cannot compute its steps."""
     form, norms = kernel_form(layer.feature_map), [norm.form for norm in layer.key_normalizations]
     if form is None or len(norms) > 1 or layer.memory.backend not in ("auto", "kernel"):
         return None
-    values = layer.rule.steps, layer.value_heads, layer.head_dim
+    values = layer.memory.rule.steps, layer.value_heads, layer.head_dim
     # The kernel follows a convolution, without the gates.
     parts = [Part(*values, "silu")] if layer.convolution is not None else [Part(*values), *layer.gates.parts()]
-    dims = layer.num_heads, layer.rule.steps, layer.key_dim, layer.feature_map.feature_dim
+    dims = layer.num_heads, layer.memory.rule.steps, layer.key_dim, layer.feature_map.feature_dim
     norm = norms[0] if norms else ("none", False, 0.0)
     layout = Layout(*dims, form.name, *norm, layer.query_scale, form.scale, form.offset, tuple(parts))
     random = layer.feature_map.projection.numel() if isinstance(layer.feature_map, Favor) else 0
     return layout if layout.fits(random) else None
 
 
-def suits(layer: "FastWeightAttention", projected: Tensor) -> bool:
+def suits(layer: Layer, projected: Tensor) -> bool:
     """Return whether the kernel computes what PyTorch would of a projection, in the same dtypes."""
     if layer.layout is None or not has_kernel(projected) or (layer.overflows and projected.dtype == torch.float16):
         return False
@@ -40,26 +63,26 @@ def suits(layer: "FastWeightAttention", projected: Tensor) -> bool:
     return not (autocast and layer.bias is None and any(x is not None for x in layer.gates.added_biases()))
 
 
-def map_with_gates(layer: "FastWeightAttention", projected: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+def map_with_gates(layer: Layer, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Return q, k and v as `FastWeightAttention.map`, and gates (B, L, H, size) by name, of a projection (B, L, C)."""
     q, k, v, *of_gates = _map(layer, _add_biases(layer, projected))
     return q, k, v, layer.gates.of_kernel(of_gates)
 
 
-def map_convolved(layer: "FastWeightAttention", convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def map_convolved(layer: Layer, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v as `FastWeightAttention.map`, of the output of a convolution (B, L, C)."""
     q, k, v = _map(layer, convolved)
     return q, k, v
 
 
-def _map(layer: "FastWeightAttention", mixed: Tensor) -> list[Tensor]:
+def _map(layer: Layer, mixed: Tensor) -> list[Tensor]:
     assert layer.layout is not None
     random = layer.feature_map.projection if isinstance(layer.feature_map, Favor) else None
     q, k, *others = map_projection(mixed, layer.layout, random)
     return [layer.features_by_head(q), layer.features_by_head(k), *others]
 
 
-def _add_biases(layer: "FastWeightAttention", projected: Tensor) -> Tensor:
+def _add_biases(layer: Layer, projected: Tensor) -> Tensor:
     biases = [layer.bias, *layer.gates.added_biases()]
     if all(bias is None for bias in biases):
         return projected
