@@ -171,7 +171,7 @@ class ForgetChunk {
   Tokens<A> own_query_, own_reader_, own_fade_, own_value_, own_error_;
   Tokens<A> own_d_read_, own_d_query_, own_d_reader_, own_d_fade_, own_value_fade_, own_d_value_fade_, own_d_value_;
   Writer writer_[kWriters];
-  Tokens<A> total_, d_total_;                       // F_C in the first row; see see_groups()
+  Tokens<A> total_, d_total_;                       // F_C in the first row; see see_group()
   Tokens<A> total_of_value_, d_total_of_value_;     // Z_C
   NextTokens<A, kChunkTokens, kColumns> next_;      // a panel at a time while states change
   A decay_so_far_[kChunkTokens], last_decay_[kChunkTokens];  // by head: c_t and w_t
