@@ -22,7 +22,7 @@ import torch
 from family import HEAD, KEY, PASSES, PRODUCT, products_in
 from inputs import FORWARD, STEP, TRAINING
 from operators import OURS, SHAPES, STEPS
-from record import HERE, Goal, Record, compare, fastest, provenance, publish, say
+from record import HERE, Goal, Record, compare, fastest, git, make_parser, publish, say
 from timing import KEEP, Contender
 
 ROUNDS, SECONDS_A_CALL, BOUND = 9, 0.02, 1.03
@@ -198,7 +198,7 @@ def goals(record):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="checkout of the earlier version")
     parser.add_argument("--bfloat16", action="store_true", help="compare float32 and bfloat16")
     parser.add_argument("--models", action="store_true", help="compare whole models instead of kernels")
@@ -209,13 +209,12 @@ def main():
         return
     if args.folder is None:
         parser.error("the argument folder must be given: a checkout of the earlier version")
-    record = Record()
-    record.note("provenance", provenance())
+    record = Record.begin()
     torch.set_num_threads(1)
     flags = [*["--models"] * args.models, *["--bfloat16"] * args.bfloat16]
     measure(record, args.folder, flags)
-    commit = subprocess.run(["git", "-C", args.folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    text = f"Time now / time before, {commit.stdout.strip() or 'a version'}; CPU time of one thread.\n"
+    commit = git("rev-parse", "--short", "HEAD", folder=args.folder)
+    text = f"Time now / time before, {commit or 'a version'}; CPU time of one thread.\n"
     if args.models:
         publish("before_models", record, goals(record), text)
     elif args.bfloat16:

@@ -13,7 +13,7 @@ import inputs
 import torch
 from family import KEY, PRODUCT
 from inputs import FORWARD
-from record import Goal, Record, provenance, publish
+from record import Goal, Record, publish
 from timing import Contender, interleave
 
 RULE, SHAPE, CHUNK = f"gated_delta, {KEY}", (1, 4, 1024, 64, 64), 16
@@ -81,8 +81,7 @@ def goals(record):
 
 def main():
     torch.set_num_threads(1)
-    record = Record()
-    record.note("provenance", provenance())
+    record = Record.begin()
     measure(record)
     publish("bfloat16", record, goals(record))
 

@@ -42,11 +42,7 @@ ATTENTION = {SDPA: (partial(scaled_dot_product_attention, is_causal=True), "sum"
 OF_FLA, FIRST_CALLS, JOB, GRACE, CHECKS = 0.5, 0.3, 0.3, 15, {"laws": 0.65, "memcheck": 0.15, "racecheck": 0.15}
 CHECKING = 0.5  # of the check of every rule; the rest is for the one before first use
 # The parts of each call of a lease, and the seconds of each. Their sum, the start and the transfers take 800 of 900 s.
-LEASE = {
-    "1": {"check": 110, "kernels": 50},
-    "2": {"measure": 290},
-    "3": {"models": 100, "laws": 140},
-}
+LEASE = {"1": {"check": 110, "kernels": 50}, "2": {"measure": 290}, "3": {"models": 100, "laws": 140}}
 CAPTURED = re.compile(".*, kernel|(delta|sum)[^_]*, fla|scaled_dot")  # fla looks at decays, which a graph cannot do
 FIRST = ("delta", "gated_delta, decay per head", "gated_delta, decay per key dimension")
 FORMS = (*FIRST, *(form for form in inputs.FORMS if form not in (*FIRST, "fwm")))
@@ -84,24 +80,12 @@ ON_GPU = DEVICE == "cuda"
 WITH_FLA = tuple(form for form in FORMS if f"{inputs.FORMS[form][0]}_rule" in IN_FLA)
 # Processes begin with these imports, and without CUDA. fla is not among them: it asks for the device when imported.
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = [
-    "torch._dynamo",
-    "torch.profiler",
-    "triton.testing",
-    "fairseq_fwp.ops.kernels.self_check",
-    "inputs",
-    "record",
-]
+PRELOADED = ["torch._dynamo", "torch.profiler", "triton.testing", self_check.__name__, "inputs", "record"]
 FORKS.set_forkserver_preload(PRELOADED)
 with suppress(ImportError):
     import triton.testing  # its times are in milliseconds; it also tries hundreds of configurations of fla's kernels
 
     triton.testing.do_bench = partial(triton.testing.do_bench, warmup=2, rep=10)
-
-
-def resume(path):
-    """Return the record in a file, to which other processes may have written."""
-    return Record(Record.read(path).rows if path.exists() else (), path)
 
 
 def ours(form, dtype):
@@ -119,7 +103,7 @@ class Session:
     """The measurements of one process, until `end` in seconds of time.monotonic()."""
 
     def __init__(self, path, end):
-        self.record, self.end = resume(path), end
+        self.record, self.end = Record.resume(path), end
         if ON_GPU:
             torch.cuda.set_stream(torch.cuda.Stream())  # graphs need one for the calls before they are captured
 
@@ -266,9 +250,8 @@ class Session:
 
         if call := self.attempt(*place, name, build):
             self.take_turns(*place, {name: call})
-            self.record.add(
-                *place, name, [samples * tokens / x for x in self.record.values(*place, name, CALLED)], SPEED
-            )
+            speeds = [samples * tokens / x for x in self.record.values(*place, name, CALLED)]
+            self.record.add(*place, name, speeds, SPEED)
             self.split(*place, name, call)
 
     def decoding(self, name):
@@ -314,15 +297,10 @@ def run(jobs, seconds, at_once=1):
 
 def run_jobs(path, seconds, end, jobs):
     """Run {name: (a method of Session, *arguments)}, at most `seconds` each; note those that fail."""
-    describe(path)
-    go_on(path, seconds, end, jobs)
-
-
-def go_on(path, seconds, end, jobs):
     for name, job in jobs.items():
         until = min(end, time.monotonic() + seconds)
         for why in run({name: (work, path, until, *job)}, max(until - time.monotonic(), 0) + GRACE).values():
-            resume(path).note(name, why)
+            Record.resume(path).note(name, why)
 
 
 def check(path, seconds, end):
@@ -332,11 +310,11 @@ def check(path, seconds, end):
     with tempfile.TemporaryDirectory() as folder:
         paths = {rule: Path(folder, f"{rule}.csv") for rule in WITH_KERNEL}
         failed = check_apart(paths, min(end, time.monotonic() + CHECKING * seconds))
-        record = Record((row for file in paths.values() if file.exists() for row in Record.read(file).rows), path)
+        record = Record((row for file in paths.values() for row in Record.resume(file).rows), path)
     for rule, why in failed.items():
         record.miss("all shapes", ALL, rule, why)
     print("\n".join(verdicts(record)), flush=True)
-    describe_into(record)
+    describe(record)
 
 
 def check_apart(paths, end):
@@ -374,6 +352,7 @@ def verdicts(record):
 
 
 def kernels(path, seconds, end):
+    describe(Record(path=path))
     run_jobs(path, seconds, end, {str(dtype): ("kernels", FORMS, dtype) for dtype in (HALF, SINGLE)})
 
 
@@ -382,18 +361,19 @@ def measure(path, seconds, end):
     jobs = {"rates": ("rates",)} | {form: ("operators", TRAINING, [form], HALF) for form in FORMS}
     jobs |= {FORWARD: ("operators", FORWARD, FORMS, HALF), STEP: ("operators", STEP, FORMS, HALF)}
     jobs |= {"float32": ("operators", TRAINING, FORMS, SINGLE)}
+    describe(Record(path=path))
     run_jobs(path, JOB * seconds, end - OF_FLA * seconds, jobs)
     widest_first = sorted(SHAPES, key=lambda shape: -shape[3])
     calls = {(form, shape): (first_call, form, shape) for shape in widest_first for form in WITH_FLA}
     late = run(calls, min(FIRST_CALLS * seconds, end - time.monotonic()), os.cpu_count())
     jobs = {f"{form}, fla": ("operators", TRAINING, [form], HALF, late) for form in WITH_FLA}
     jobs |= {f"{FORWARD}, fla": ("operators", FORWARD, WITH_FLA, HALF, late)}
-    go_on(path, JOB * seconds, end, jobs)
+    run_jobs(path, JOB * seconds, end, jobs)
 
 
 def laws(path, seconds, _):
     """Run the tests, and compute-sanitizer over `cases`; note a verdict of each."""
-    record = describe(path)  # with the check of kernels, which would take minutes under compute-sanitizer
+    record = describe(Record(path=path))  # with the check of kernels, which would take minutes under compute-sanitizer
     options = ["--error-exitcode", "86", "--report-api-errors", "no", "--launch-timeout", "0", "--target-processes"]
     options += ["application-only", "--kernel-name", "kernel_substring=fwp", sys.executable, __file__, "cases"]
     for name, share in CHECKS.items():
@@ -419,13 +399,8 @@ def cases(*_):
         print(form, shape, dtype, *(f"{x.float().norm().item():.3g}" for x in results), flush=True)
 
 
-def describe(path):
-    """Return a record with notes of GPU, versions, our library and its faults; exit if there is no library."""
-    path.unlink(missing_ok=True)
-    return describe_into(Record(path=path))
-
-
-def describe_into(record):
+def describe(record):
+    """Note GPU, versions, our library and its faults in a record, and return it; exit if there is no library."""
     status = load_kernels(DEVICE)
     if not status.path:
         raise SystemExit(f"no kernels for {DEVICE}: {status.reason}; {status.cure}.")
@@ -486,20 +461,11 @@ def publish_all(path, *_):
             raise SystemExit(f"nothing is published: {name} {notes[name]}.")
     rates = [record.values("machine", "", name, "per second") for name in ("copy", "product")]
     rates = [math.nan if isinstance(found, str) else max(found) for found in rates]
-    header = [
-        "where",
-        "stage",
-        "contender",
-        "us of kernels",
-        "us of a graph",
-        "us as called",
-        "floor us",
-        "times the floor",
-    ]
+    header = ["where", "stage", "contender", "us of kernels", "us of a graph", "us as called"]
     of_check = {ALL, *map(str, DTYPES)}
     places = dict.fromkeys(tuple(x[:3]) for x in record.rows if x[0] != "machine" and x[1] not in of_check)
     rows = [row(record, rates, *place) for place in places if ": " not in place[2]]
-    text = table([*header, "MB", ERROR, ERROR_OF_ALL, "note"], rows)
+    text = table([*header, "floor us", "times the floor", "MB", ERROR, ERROR_OF_ALL, "note"], rows)
     text += "\n" + "\n".join(verdicts(Record(x for x in record.rows if x[1] in of_check)))
     notes |= {"copy": f"{rates[0] / 1e12:.2f} TB/s", "product": f"{rates[1] / 1e12:.0f} TFLOP/s"}
     head = ", ".join(f"{name} {said}" for name, said in notes.items()) + "."
@@ -525,6 +491,7 @@ def build(*_):
 
 def models(path, seconds, end):
     jobs = {f"update of {name}": ("update", name) for name in MODELS}
+    describe(Record(path=path))
     run_jobs(path, JOB * seconds, end, jobs | {f"decoding of {name}": ("decoding", name) for name in DECODED})
 
 

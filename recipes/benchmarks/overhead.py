@@ -5,7 +5,6 @@ thread; DATA is what `recipes/quickstart/run.sh prepare` wrote, data/bin. Both v
 Python, in turns, after a run that writes bytecode. Seconds are CPU time, of a process or of a part of it.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -14,7 +13,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from record import HERE, Goal, Record, compare, provenance, publish, say
+from record import HERE, Goal, Record, compare, make_parser, publish, say
 from timing import KEEP
 
 ROUNDS, UPDATES, FIRST = 3, 120, 20  # updates of a training, of which the first are not counted
@@ -117,13 +116,12 @@ def goals(record):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, help="checkout of the earlier version")
     parser.add_argument("--data", type=Path, required=True, help="the quick start's text, binarised")
     args = parser.parse_args()
     folders = {"before": args.folder.resolve(), "now": HERE.parents[1]}
-    record = Record()
-    record.note("provenance", provenance())
+    record = Record.begin()
     for i in range(ROUNDS + 1):
         say(f"round {i} of {ROUNDS}")
         for side in list(folders)[:: 1 if i % 2 else -1]:

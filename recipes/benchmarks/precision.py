@@ -5,7 +5,6 @@ see 2 x 512 tokens an update. Seconds are CPU time of one thread, of an update w
 What bounds the ratios are products of matrices, whose rates are measured too.
 """
 
-import argparse
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +14,7 @@ from statistics import mean
 import torch
 from inputs import FORWARD, TRAINING, products
 from overhead import run
-from record import HERE, Goal, Record, compare, fastest, provenance, publish, say
+from record import HERE, Goal, Record, compare, fastest, make_parser, publish, say
 from timing import KEEP, Contender, interleave
 
 TOKENS, BLOCK, CLOCK = 2 * 512, 50, time.process_time  # tokens of an update; updates of a mean loss
@@ -98,13 +97,12 @@ def goals(record):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="a text, binarised")
     parser.add_argument("--updates", type=int, default=200, help=f"updates of a training, a multiple of {BLOCK}")
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="also compare a checkout of an earlier version")
     args = parser.parse_args()
-    record = Record()
-    record.note("provenance", provenance())
+    record = Record.begin()
     measure(record, args.data.resolve(), args.updates, args.before and args.before.resolve())
     publish("precision", record, goals(record))
 

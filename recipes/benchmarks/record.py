@@ -3,6 +3,7 @@
 A measurement is of one contender, at one place (a shape, a length), in one stage (forward, decoding), of one kind.
 """
 
+import argparse
 import csv
 import os
 import platform
@@ -49,6 +50,18 @@ class Record:
     def read(cls, path):
         with open(path, newline="", encoding="utf-8") as file:
             return cls(list(csv.reader(file))[1:])
+
+    @classmethod
+    def resume(cls, path):
+        """Return the record of a file, to which other processes may have written, if it is there."""
+        return cls(cls.read(path).rows if path.exists() else (), path)
+
+    @classmethod
+    def begin(cls):
+        """Return a record of this machine."""
+        record = cls()
+        record.note("provenance", provenance())
+        return record
 
     def add(self, where, stage, name, values, what=SECONDS):
         """Add one value a round, after the earlier rounds."""
@@ -156,9 +169,9 @@ def table(header, rows):
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
 
 
-def git(*words):
+def git(*words, folder=HERE):
     try:
-        return subprocess.run(["git", "-C", HERE, *words], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or a copy of only the files
         return ""
 
@@ -185,6 +198,10 @@ def provenance():
         f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"load before the run {load:.2f}{warning if load > UNRELIABLE_LOAD else ''}."
     )
+
+
+def make_parser(description):
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def publish(part, record, goals, *paragraphs, head=""):

@@ -7,19 +7,13 @@ import subprocess
 import sys
 
 from pictures import draw
-from record import HERE, RESULTS, Record, provenance, publish, say
+from record import HERE, RESULTS, Record, publish, say
 from timing import KEEP
 
 ROOT = HERE.parents[1]
 # Every part and its environment. fast-transformers has its own OpenMP runtime, which torch.set_num_threads does not
 # change.
-PARTS = {
-    "operators": KEEP | {"OMP_NUM_THREADS": "1"},
-    "family": KEEP,
-    "rules": {},
-    "training": {},
-    "generation": {},
-}
+PARTS = {"operators": KEEP | {"OMP_NUM_THREADS": "1"}, "family": KEEP, "rules": {}, "training": {}, "generation": {}}
 
 
 def run(*command, **environment):
@@ -45,8 +39,7 @@ def measure_all(parts):
 
 def measure(part):
     """Measure one part and publish its results."""
-    module, record = importlib.import_module(part), Record()
-    record.note("provenance", provenance())
+    module, record = importlib.import_module(part), Record.begin()
     try:
         module.measure(record)
     except (RuntimeError, ValueError) as error:  # such as: no kernel could be built

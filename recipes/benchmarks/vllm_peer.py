@@ -5,7 +5,6 @@ must be the build that vLLM loads on this processor: vllm/_C.abi3.so if that has
 otherwise _C_AVX512 or _C_AVX2. It takes inputs in bfloat16 and states in float32. CPU time of one thread.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 import inputs
 import torch
 from inputs import FORWARD
-from record import Goal, Record, compare, provenance, publish
+from record import Goal, Record, compare, make_parser, publish
 from timing import KEEP, Contender, interleave
 
 RULE, BEST, ROUNDS = "gated_delta, decay per head", 1.0, 9
@@ -85,7 +84,7 @@ def goals(record):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("library", type=Path, help="shared library of vLLM's operators")
     args = parser.parse_args()
     if args.library.name != library_of_vllm():
@@ -94,8 +93,7 @@ def main():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP)
     torch.set_num_threads(1)
     torch.ops.load_library(str(args.library))
-    record = Record()
-    record.note("provenance", provenance())
+    record = Record.begin()
     record.note("library", args.library.name)
     measure(record)
     publish("vllm", record, goals(record))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from commands import RecipeError
 
 from fairseq_fwp import cli
+from fairseq_fwp.cli.arguments import positive
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,7 +108,7 @@ def add_flags_of_models(parser: argparse.ArgumentParser) -> None:
 
 
 def add_flags_of_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=whole_number, metavar="N", help="train each model with the seeds 1 to N")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="train each model with the seeds 1 to N")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with the text, see below")
 
 
@@ -130,10 +131,3 @@ def request_of(args: argparse.Namespace, out: Path | None = None) -> Request:
 def names(words: list[str] | None) -> list[str]:
     """Return the names in a list of words; a word may hold several, separated by spaces."""
     return [name for word in words or [] for name in word.split()]
-
-
-def whole_number(text: str) -> int:
-    """Read a count from the command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)

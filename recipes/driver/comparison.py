@@ -7,7 +7,7 @@ In a grid it also does if its last validation is not finite or worse than `FAR` 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from commands import run
 from data.prepare import count
@@ -15,7 +15,7 @@ from flags import read_yaml
 from log import read_json, read_training
 from model import Model, runs
 from pictures import compared_split, draw_carried, draw_grid
-from tables import Run, by_model, markdown, mean, read_run, row_of, save, show
+from tables import Row, Run, by_model, markdown, mean, named, read_run, row_of, save, show
 
 HEADS = {"perplexity": "ppl", "loss_base_2": "bits"}
 FAR = 1.5
@@ -23,30 +23,22 @@ FAR = 1.5
 # ways are in evaluation.yaml; a row of a carried state may have another name for the last.
 AS_TRAINED = "as trained"
 WAYS = (AS_TRAINED, "blocks", "window", "carried")
-Row = dict[str, Any]  # of the CSV; None = missing
 
 
-class Comparison(NamedTuple):
-    """The tables of a recipe of language models: of several models on one text, and of each group of rows.
+def write_tables(recipe: Path, out: Path, measure: str, text: Path | None, models: Sequence[Model]) -> None:
+    """Write the tables of a recipe of language models: of several models on one text, and of each group of rows.
 
     A group is a folder conf/GROUP with the rows of GROUP.yaml; its table has all of them, since others may have trained
     some. measure: perplexity, or loss_base_2 for bits. text: folder of texts, for perplexities per word.
     """
-
-    recipe: Path
-    out: Path
-    measure: str = "perplexity"
-    text: Path | None = None
-
-    def write(self, models: Sequence[Model]) -> None:
-        others = list(models)
-        for group, write_group in GROUPS.items():
-            rows, inside = self.recipe / f"{group}.yaml", f"{group}/"
-            if rows.exists() and any(model.name.startswith(inside) for model in others):
-                write_group(rows, self.out, self.out / group)
-                others = [model for model in others if not model.name.startswith(inside)]
-        if others:
-            write_compared(self.out, others, self.measure, self.text)
+    others = list(models)
+    for group, write_group in GROUPS.items():
+        rows, inside = recipe / f"{group}.yaml", f"{group}/"
+        if rows.exists() and any(model.name.startswith(inside) for model in others):
+            write_group(rows, out, out / group)
+            others = [model for model in others if not model.name.startswith(inside)]
+    if others:
+        write_compared(out, others, measure, text)
 
 
 # Several models on one text.
@@ -205,9 +197,8 @@ def write_carried(table: Path, out: Path, folder: Path) -> None:
         *_, last = seeds = ways[carried]
         ours[-1] = said(last) if ours[-1] == "-" else ours[-1]
         drawn += [(asked | {"evaluated": way}, row) for way, found in ways.items() for row in found]
-        several = f", {len(seeds)} seeds" if len(seeds) > 1 else ""
-        name = asked["row"] + (f", {carried}" if carried not in WAYS else "") + several
-        paper = [str(asked.get(name, "-")) for name in ("state", "valid", "test")]
+        name = named(asked["row"] + (f", {carried}" if carried not in WAYS else ""), seeds)
+        paper = [str(asked.get(head, "-")) for head in ("state", "valid", "test")]
         valid = mean([row["valid"] or "" for row in ways[AS_TRAINED]], 1)
         cells.append([name, asked["trained"], show(last["state"], 0), valid, *ours, *paper, f"{asked['run']}.yaml"])
         if last["updates"] is not None:

@@ -3,27 +3,27 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import engine
-from arguments import ROOT, Parser, Request, names, request_of, whole_number
-from commands import CommandError, RecipeError, run, write
-from data.prepare import SPLITS, Data, cut, preprocess_text, remove
+from arguments import ROOT, Parser, Request, names, positive, request_of
+from commands import RecipeError, run
+from data import pile, tokens
+from data.prepare import SPLITS, cut, preprocess_text, remove
 from data.texts import TextData
 from engine import Training
-from evaluation import score
-from flags import read_flags, read_yaml, shaped
-from language_models import OTHER_FLAGS, add_flags_of_text, data_of, source_flags
+from evaluation import Measures, Way
+from flags import read_flags, read_yaml, shaped, value_of
+from language_models import OTHER_FLAGS, add_flags_of_text
 from log import read_json
-from model import Model
+from model import SOURCE, Model, Models, flags_of, folder_of
 from recipe import STAGES, Recipe
-from start import ModelStart
-from tables import markdown, mean, read_run, save, show
+from tables import Row, group, markdown, mean, named, read_run, save, show
 
-# The model before conversion, and the same model after as much fine-tuning as the other rows.
-SOURCE, SOFTMAX = "source", "softmax"
-Row = dict[str, Any]
+SOFTMAX = "softmax"  # the source after as much fine-tuning as the other rows
 # The source model's kind for each corpus, as fwp-convert names it.
 FORMATS = {"peps": "fairseq-lm", "wikitext103": "fairseq-lm", "gpt2": "gpt2"}
 OWN_TEXT = """\
@@ -42,29 +42,25 @@ def compose(arguments: list[str]) -> Recipe:
     parser.add_argument("--model", type=Path, metavar="PATH", help=model)
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows in rows.yaml (default: all)")
     updates = "peps: updates of the source model (default: 4000)"
-    parser.add_argument("--source-updates", type=whole_number, metavar="N", help=updates)
+    parser.add_argument("--source-updates", type=positive, metavar="N", help=updates)
     args = parser.parse(arguments)
     request = request_of(args, ROOT / "runs" / args.recipe.name / args.corpus)
     corpus = read_corpus(request.recipe / "rows.yaml", args.corpus)
-    rows = Rows(corpus, request.recipe / "conf" / args.corpus, request.out)
-    chosen = rows.chosen(names(args.rows), request.seeds)
     if args.source_updates and args.corpus != "peps":
         raise RecipeError(
             "--source-updates must be left out without --corpus peps: other sources are not trained here."
         )
     if args.corpus == "peps" and args.model:
         raise RecipeError("--model must be left out with --corpus peps, whose model is trained here.")
-    text = data_of(args, request)
-    source = Source(request.out, args.corpus, text, request.recipe, args.model, args.source_updates)
-    plugin = ["--user-dir", str(request.recipe / "mao_ablations")]
-    start = ModelStart(
-        rows.named, text.bin, source_flags(text), request.extra, plugin=plugin,
-        architecture=["--task", "language_modeling", "--arch", "fwp_lm"], sources={SOURCE: source.converted},
+    source = Source(
+        request.out, args.text, args.data, args.merges, args.lines, args.any_text,
+        args.corpus, request.recipe, args.model, args.source_updates,
     )  # fmt: skip
-    measures = Measures(corpus, source, start, request)
-    return Recipe(
-        request, chosen, source, start, [measures], RowsTable(corpus, request.out, measures), evaluator="fwp-eval-lm"
-    )
+    rows = Rows(request, source, corpus)
+    chosen = rows.of_rows(names(args.rows))
+    measures = Measures(rows, partial(ways, corpus, source), corpus.checkpoint)
+    report = partial(write_table, corpus, measures)
+    return Recipe(rows, chosen, [measures], report, evaluator="fwp-eval-lm")
 
 
 # The rows.
@@ -89,29 +85,28 @@ def read_corpus(path: Path, name: str) -> Corpus:
         return Corpus(**fields | {"rows": fields["rows"] + stages})
 
 
-class Rows(NamedTuple):
-    """The trainings of the rows; conf: the folder of their YAML files."""
+class Rows(Models):
+    """The trainings of the rows."""
 
-    corpus: Corpus
-    conf: Path
-    out: Path
+    def __init__(self, request: Request, source: "Source", corpus: Corpus) -> None:
+        super().__init__(request, source, ["--user-dir", str(request.recipe / "mao_ablations")])
+        self.corpus, self.conf = corpus, request.recipe / "conf" / source.corpus
 
     def named(self, name: str, seed: int | None) -> Model:
         """Return the training of a row. Its own `conf` and `from` are for rows that learn in stages."""
         row = next((row for row in self.corpus.rows if row["run"] == name), {})
         conf = self.conf / f"{row.get('conf', 'finetune')}.yaml"
-        folder = self.out / name / ("" if seed is None else f"seed_{seed}")
         origin = SOURCE if name == SOFTMAX else row.get("from", self.corpus.start)
-        return Model(name, conf, folder, seed, origin, row.get("target", ""))
+        return Model(name, conf, folder_of(self.out, name, seed), seed, origin, row.get("target", ""))
 
-    def chosen(self, names: list[str], seeds: Sequence[int | None]) -> list[Model]:
+    def of_rows(self, names: list[str]) -> list[Model]:
         """Return the trainings of the rows of these names, by default of all, with that which the others start from."""
         known, start = [row["run"] for row in self.corpus.rows], self.corpus.start
         for name in names:
             if name not in known:
                 raise RecipeError(f"--rows must be among {', '.join(dict.fromkeys(known))}, got {name}.")
         rows = [*([SOFTMAX] if start == SOFTMAX else []), *(names or known)]
-        models = [self.named(name, None if name == start else seed) for name in rows for seed in seeds]
+        models = [self.named(name, None if name == start else seed) for name in rows for seed in self.request.seeds]
         return list(dict.fromkeys(models))
 
 
@@ -119,14 +114,13 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source(Data):
+class Source(TextData):
     """The text of a corpus, and its source model, which is trained (peps) or given, and converted.
 
     model: its path, if it is given; updates: those of its training, by default those of source.yaml.
     """
 
     corpus: str
-    text: TextData
     recipe: Path
     model: Path | None
     updates: int | None
@@ -137,7 +131,7 @@ class Source(Data):
 
     def prepare(self, before_training: bool) -> None:
         if self.corpus == "peps":
-            self.text.prepare(before_training)
+            super().prepare(before_training)
             self.train()
         elif not self.model or not self.model.exists():
             raise RecipeError(f"--model must be the source of --corpus {self.corpus}, got none: see --help.")
@@ -146,7 +140,7 @@ class Source(Data):
             super().prepare(before_training)
 
     def settings(self) -> str:
-        return f"{self.text.lines or 'all'} lines of valid and test"
+        return super().settings() if self.corpus == "peps" else f"{self.lines or 'all'} lines of valid and test"
 
     def train(self) -> None:
         flags, folder = read_flags(self.recipe / "conf" / "peps" / "source.yaml"), self.out / SOURCE
@@ -161,18 +155,19 @@ class Source(Data):
 
     def write(self, work: Path) -> None:
         """Write the text in the words of the source."""
+        if self.corpus == "peps":
+            super().write(work)
+            return
         text, pieces = work / "text", work / "bpe"
         for folder in (text, pieces):
             folder.mkdir()
         for split in SPLITS:
             self.write_raw(split, text / f"{split}.txt")
-        if self.text.lines:
-            cut(text, self.text.lines)
+        if self.lines:
+            cut(text, self.lines)
         for name in (f"{split}.txt" for split in SPLITS):
             if self.corpus == "gpt2":
-                from data.gpt2_bpe import encode  # imported here: --help must work without fairseq
-
-                print(f"{name.removesuffix('.txt')}: {encode(self.model, text / name, pieces / name):,} tokens")
+                tokens.write(text / name, pieces / name, tokens.read_gpt2(self.model), by_lines=False)
             else:
                 (text / name).replace(pieces / name)
         remove(text)
@@ -181,88 +176,36 @@ class Source(Data):
 
     def write_raw(self, split: str, out: Path) -> None:
         """Write the raw text of a split; the Pile may be packed."""
-        if self.corpus == "gpt2" and self.text.own_folder:
-            from data import pile  # imported here: --help must work without fairseq
-
-            if packed := pile.files(self.text.own_folder, split):
-                pile.write(packed, out)
-                return
-        out.write_bytes(self.find(split).read_bytes())
+        if self.corpus == "gpt2" and self.own_folder and (packed := pile.files(self.own_folder, split)):
+            pile.write(packed, out)
+        else:
+            out.write_bytes(self.find(split).read_bytes())
 
     def find(self, split: str) -> Path:
-        folder = self.text.own_folder or ROOT / "data" / "peps"
+        folder = self.own_folder or ROOT / "data" / "peps"
         files = [folder / f"{split}.txt"] + [folder / f"wiki.{split}.tokens"] * (self.corpus == "wikitext103")
         if path := next(filter(Path.is_file, files), None):
             return path
         raise RecipeError(f"{files[-1]} is missing: give --data FOLDER, see --help.")
 
 
-# The measures of a row.
+def ways(corpus: Corpus, source: Source) -> list[Way]:
+    """Return the ways of the measures, "SPLIT CONTEXT"; by default samples are as long as those of the source."""
+    length = corpus.tokens or value_of(flags_of(source.converted), "--tokens-per-sample")
+    reading = f"--tokens-per-sample {length} --context-window"
+    return [Way(context, f"{reading} {context}", (split,)) for split, context in map(str.split, corpus.measures)]
 
 
-class Measures(NamedTuple):
-    """The evaluation of source and fine-tuned model by every measure, and of the converted one by the first."""
-
-    corpus: Corpus
-    source: Source
-    start: ModelStart
-    request: Request
-
-    def check(self, models: Sequence[Model]) -> None:
-        """Raise RecipeError in the stage evaluate without a source."""
-        there = self.source.folder.is_dir() and self.source.converted.is_dir()
-        if self.request.stage == "evaluate" and not there:
-            raise RecipeError(f"{self.request.out} must have a source, got none: run the stage prepare first.")
-
-    def evaluate(self, model: Model) -> None:
-        self.evaluate_converted(model)
-        for measure in self.corpus.measures:
-            self.measure(self.source.converted / "checkpoint.pt", self.source.converted, measure)
-            self.measure(model.folder / f"checkpoint_{self.corpus.checkpoint}.pt", model.folder, measure)
-
-    def evaluate_converted(self, model: Model) -> None:
-        """Evaluate the model that a row begins with, unless it is that of an earlier stage."""
-        folder = self.start.converted(model)
-        if folder and folder.parent == model.folder:
-            self.measure(folder / "checkpoint.pt", folder, self.corpus.measures[0])
-
-    def measure(self, checkpoint: Path, folder: Path, measure: str) -> None:
-        """Evaluate every token of a split by a measure, "SPLIT CONTEXT", unless the result exists."""
-        split, context = measure.split()
-        path = folder / f"{measure}.json"
-        if path.exists():
-            return
-        reading = ["--tokens-per-sample", self.tokens, "--context-window", context]
-        flags = [*self.start.plugin, *reading, *self.request.evaluation_flags]
-        try:
-            score(checkpoint, path, self.source.bin, split, self.source.text.words, flags)
-        except CommandError:  # a converted model may give probabilities of zero
-            if folder.name != "converted":
-                raise
-            write(path, '{"perplexity": Infinity}\n')
-
-    @property
-    def tokens(self) -> int:
-        """The length of a sample: that of the corpus, or else of the source, which may have no more positions."""
-        if self.corpus.tokens is not None:
-            return self.corpus.tokens
-        flags = (self.source.converted / "flags.txt").read_text(encoding="utf-8").split()
-        return int(flags[flags.index("--tokens-per-sample") + 1])
+# The table.
 
 
-class RowsTable(NamedTuple):
-    """The table of all rows of a corpus. Of a row that has diverged the converted model is measured."""
-
-    corpus: Corpus
-    out: Path
-    measures: Measures
-
-    def write(self, models: Sequence[Model]) -> None:
-        for model in models:
-            if model.outcome and model.outcome.diverged:
-                self.measures.evaluate_converted(model)
-        rows = read_results(self.corpus, self.out)
-        save(self.out, "results", rows, table(self.corpus, rows))
+def write_table(corpus: Corpus, measures: Measures, models: Sequence[Model]) -> None:
+    """Write the table of all rows of a corpus. Of a row that has diverged the converted model is measured."""
+    for model in models:
+        if model.outcome and model.outcome.diverged:
+            measures.evaluate_converted(model)
+    rows = read_results(corpus, measures.models.out)
+    save(measures.models.out, "results", rows, table(corpus, rows))
 
 
 def read_results(corpus: Corpus, out: Path) -> list[Row]:
@@ -297,10 +240,7 @@ def table(corpus: Corpus, results: list[Row]) -> list[str]:
 
     A share is the source's perplexity / its own: Mao 2022, Sec. 4.1.4, has 99 % for 14.5 and 14.6.
     """
-    seeds: dict[str, list[Row]] = {}
-    for row in results:
-        seeds.setdefault(row["run"], []).append(row)
-    measures, first, rows = corpus.measures, corpus.measures[0], corpus.rows
+    seeds, measures, first, rows = group(results, itemgetter("run")), corpus.measures, corpus.measures[0], corpus.rows
 
     def numbers(run: str, name: str) -> list[float]:
         return [row[name] for row in seeds.get(run, ()) if isinstance(row[name], int | float)]
@@ -309,6 +249,11 @@ def table(corpus: Corpus, results: list[Row]) -> list[str]:
         """Return the mean of the seeds, or a word."""
         known = numbers(run, name)
         return statistics.mean(known) if known else seeds[run][0][name] if run in seeds else None
+
+    def text(run: str, name: str) -> str:
+        known = numbers(run, name)
+        # An infinite perplexity has no deviation.
+        return mean(known) if len(known) > 1 and max(known) < 1e5 else shown(value(run, name))
 
     def recovered(whole: Any, part: Any) -> str:
         both = isinstance(whole, int | float) and isinstance(part, int | float)
@@ -320,25 +265,18 @@ def table(corpus: Corpus, results: list[Row]) -> list[str]:
     # The paper's source, as a separate line or as the row that it fine-tuned.
     paper_source = corpus.source or next((row["paper"] for row in rows if row["run"] == SOFTMAX), {})
     papers = list(dict.fromkeys(measure for row in rows for measure in row["paper"]))
-
-    def line(name: str, run: str, paper: dict[str, Any], shares: list[str], share: str) -> list[str]:
-        several, ours = len(seeds.get(run, ())), []
-        for measure in measures:
-            known = numbers(run, measure)
-            # An infinite perplexity has no deviation.
-            ours.append(mean(known) if several > 1 and known and max(known) < 1e5 else shown(value(run, measure)))
-        name += f", {several} seeds" if several > 1 else ""
-        start = "-" if run == SOURCE else shown(value(run, f"converted, {first}"))
-        theirs = [shown(paper.get(measure, "-")) for measure in papers]
-        state, updates = (show(value(run, head), 0) for head in ("state", "updates"))
-        return [name, state, start, *ours, *shares, *theirs, share, updates]
-
     before = "source" if corpus.start == SOURCE else "before fine-tuning"
-    lines = [line(before, SOURCE, corpus.source, ["-"] * len(compared), "-")]
-    for row in rows:
-        shares = [recovered(source, value(row["run"], first)) for source in compared.values()]
-        measure = next(iter(row["paper"]), None)
-        share = recovered(paper_source.get(measure), row["paper"].get(measure))
-        lines.append(line(row["row"], row["run"], row["paper"], shares, share))
+    lines = []
+    for row in [{"row": before, "run": SOURCE, "paper": corpus.source}, *rows]:
+        run, paper, measure = row["run"], row["paper"], next(iter(row["paper"]), None)
+        shares = [recovered(whole, value(run, first)) for whole in compared.values()]
+        shares.append(recovered(paper_source.get(measure), paper.get(measure)))
+        start = shown(value(run, f"converted, {first}"))
+        if run == SOURCE:
+            start, shares = "-", ["-"] * len(shares)
+        state, updates = (show(value(run, head), 0) for head in ("state", "updates"))
+        ours, theirs = [text(run, name) for name in measures], [shown(paper.get(name, "-")) for name in papers]
+        name = named(row["row"], seeds.get(run, ()))
+        lines.append([name, state, start, *ours, *shares[:-1], *theirs, shares[-1], updates])
     heads = ["row", "state", f"converted, {first}", *measures, *compared]
     return markdown([*heads, *(f"paper {name}" for name in papers), "paper, of its source", "updates"], lines)

@@ -3,15 +3,15 @@
 import fnmatch
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commands import RecipeError, check_same, run, whole, write
-from data.prepare import count
-from data.texts import TextData
+from commands import CommandError, RecipeError, check_same, run, whole, write
+from data.prepare import Data, count
 from flags import label, read_yaml, refusal, shaped, value_of, without_silent
 from log import read_json
-from model import Model
+from model import SOURCE, Model, Models
 
 # Flags for how the text is read: on the command line they replace the recipe's ways.
 READING = (
@@ -24,6 +24,7 @@ class Way(NamedTuple):
     """One way of evaluation.
 
     values: each replaces @ in the flags; the best one on valid is used on test. test_all: use all values on test.
+    scores: also write the score of every token.
     """
 
     label: str = ""
@@ -31,13 +32,11 @@ class Way(NamedTuple):
     splits: tuple[str, ...] = ("valid", "test")
     values: tuple[str, ...] = ()
     test_all: bool = False
+    scores: bool = False
 
     def words(self, value: str) -> list[str]:
         """Return the flags with a value."""
         return self.flags.replace("@", value).split()
-
-
-Ways = Callable[[str], list[Way]]  # of the model of a name
 
 
 def read_ways(path: Path, name: str) -> list[Way]:
@@ -57,8 +56,8 @@ def read_ways(path: Path, name: str) -> list[Way]:
 
 def read_way(path: Path, label: str, asked: Any) -> Way:
     asked = {"flags": asked} if isinstance(asked, str) else asked
-    if unknown := asked.keys() - set(Way._fields):
-        known = ", ".join(Way._fields[1:])
+    if unknown := asked.keys() - {*Way._fields[:-1]}:
+        known = ", ".join(Way._fields[1:-1])
         raise RecipeError(f"{path}: the fields of an evaluation must be among {known}, got {', '.join(unknown)}.")
     lists = {field: tuple(asked[field].split()) for field in ("splits", "values") if field in asked}
     way = Way(label, asked["flags"], test_all=asked.get("test_all") == "true", **lists)
@@ -68,18 +67,43 @@ def read_way(path: Path, label: str, asked: Any) -> Way:
     return way
 
 
-class Perplexity(NamedTuple):
+@dataclass(frozen=True)
+class Evaluation:
+    """A kind of evaluation of a recipe's trained models."""
+
+    models: Models
+
+    @property
+    def data(self) -> Data:
+        return self.models.data
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags of the command line."""
+        return self.models.request.evaluation_flags
+
+    def check(self, models: Sequence[Model]) -> None:
+        """Raise RecipeError, before any work, if it cannot evaluate the models."""
+
+    def evaluate(self, model: Model) -> None:
+        """Write the results of a model, unless they are there."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Perplexity(Evaluation):
     """The evaluation of every model in the recipe's ways. Flags of the command line may replace how text is read.
 
-    ways: those of a model's name; path: the file that has them, for errors; test: a text of the user, with which only
-    the value that is the best on valid is used.
+    With a text of the user, only the value that is the best on valid is used.
     """
 
-    ways: Ways
-    path: Path
-    data: TextData
-    flags: Sequence[str] = ()
-    test: Path | None = None
+    @property
+    def path(self) -> Path:
+        return self.models.recipe / "evaluation.yaml"
+
+    def ways(self, name: str) -> list[Way]:
+        """Return the ways of the model of a name."""
+        return read_ways(self.path, name)
 
     def check(self, models: Sequence[Model]) -> None:
         """Raise RecipeError if fwp-eval-lm refuses the flags of a way."""
@@ -90,7 +114,7 @@ class Perplexity(NamedTuple):
 
     def ways_of(self, model: Model) -> list[Way]:
         """Return the recipe's ways, unless flags of the command line replace them; labels name these flags."""
-        own, ways = label(list(self.flags)), self.ways(model.name)
+        own, ways = label(self.flags), self.ways(model.name)
         if replacing := [flag for flag in self.flags if flag.partition("=")[0] in READING]:
             print(f"{replacing[0]} replaces the recipe's way of reading: {'; '.join(way.flags for way in ways)}")
             ways = [Way("", "")]
@@ -100,14 +124,50 @@ class Perplexity(NamedTuple):
         checkpoint, plugin = model.folder / "checkpoint_best.pt", value_of(model.flags, "--user-dir")
         flags = [*self.flags, *(["--user-dir", plugin] if plugin else [])]
         for way in self.ways_of(model):
-            if self.test:
-                name = f"own_{self.test.stem}"
-                folder = self.data.own_test(name, self.test, [self.test])
+            if test := self.models.request.test:
+                name = f"own_{test.stem}"
+                folder = self.data.own_test(name, test, [test])
                 value = best(model.folder, way.label) if way.values else ""
                 path = result(model.folder, name, way.label, value)
                 score(checkpoint, path, folder / "bin", "test", folder, [*way.words(value), *flags])
             else:
-                evaluate(model.folder, self.data.bin, self.data.words, way, flags)
+                evaluate(model.folder, checkpoint, self.data, way, flags)
+
+
+@dataclass(frozen=True)
+class Measures(Evaluation):
+    """The evaluation of a source and of its trainings in the same ways, and of a model just converted in the first one.
+
+    checkpoint: which one of a training is measured, best or last.
+    """
+
+    ways: Callable[[], Sequence[Way]]
+    checkpoint: str = "best"
+
+    def check(self, models: Sequence[Model]) -> None:
+        """Raise RecipeError in the stage evaluate without a source."""
+        there = self.data.folder.is_dir() and self.data.converted.is_dir()
+        if self.models.request.stage == "evaluate" and not there:
+            raise RecipeError(f"{self.models.out} must have a {SOURCE}, got none: run the stage prepare first.")
+
+    def evaluate(self, model: Model) -> None:
+        self.evaluate_converted(model)
+        for way in self.ways():
+            self.measure(self.data.results, self.data.converted / "checkpoint.pt", way)
+            self.measure(model.folder, model.folder / f"checkpoint_{self.checkpoint}.pt", way)
+
+    def evaluate_converted(self, model: Model) -> None:
+        """Evaluate the model that a training begins with, unless it is that of an earlier one."""
+        folder = self.models.converted(model)
+        if folder and folder.parent == model.folder:
+            self.measure(folder, folder / "checkpoint.pt", next(iter(self.ways())))
+
+    def measure(self, folder: Path, checkpoint: Path, way: Way) -> None:
+        """Evaluate a model in a way without values, unless it is."""
+        endings = (".json", ".tsv") if way.scores else (".json",)
+        results = [result(folder, split, way.label).with_suffix(ending) for split in way.splits for ending in endings]
+        if not all(map(Path.exists, results)):
+            evaluate(folder, checkpoint, self.data, way, [*self.models.plugin, *self.flags])
 
 
 def result(folder: Path, *words: str) -> Path:
@@ -115,18 +175,19 @@ def result(folder: Path, *words: str) -> Path:
     return folder / f"{' '.join(filter(None, words))}.json"
 
 
-def evaluate(folder: Path, data: Path, text: Path, way: Way, flags: list[str]) -> None:
-    """Evaluate the model of a folder in one way, on every token of each split."""
+def evaluate(folder: Path, checkpoint: Path, data: Data, way: Way, flags: Sequence[object]) -> None:
+    """Evaluate a model in one way, on every token of each split; its folder gets the results."""
     for split in way.splits:
         values = way.values or ("",)
         if way.values and split == "test" and not way.test_all:
             values = (best(folder, way.label),)
         for value in values:
             path = result(folder, split, way.label, value)
-            score(folder / "checkpoint_best.pt", path, data, split, text, [*way.words(value), *flags])
+            scores = ["--scores", path.with_suffix(".tsv")] if way.scores else []
+            score(checkpoint, path, data.bin, split, data.words, [*way.words(value), *flags, *scores])
 
 
-def score(checkpoint: Path, path: Path, data: Path, split: str, text: Path | None, flags: list[object]) -> None:
+def score(checkpoint: Path, path: Path, data: Path, split: str, text: Path | None, flags: Sequence[object]) -> None:
     """Run fwp-eval-lm, unless the result exists; with `text` check that it scored every token of text/SPLIT.txt."""
     settings, said = path.with_suffix(".flags"), shlex.join(without_silent(list(map(str, flags))))
     if path.exists():
@@ -137,7 +198,14 @@ def score(checkpoint: Path, path: Path, data: Path, split: str, text: Path | Non
     write(settings, said)
     with whole(path) as work:
         out = ["--no-progress-bar", "--json", work]
-        run("fwp-eval-lm", data, "--path", checkpoint, "--gen-subset", split, *out, *flags)
+        try:
+            run("fwp-eval-lm", data, "--path", checkpoint, "--gen-subset", split, *out, *flags)
+        except CommandError:
+            if checkpoint.parent.name != "converted":
+                raise
+            # A model that is not trained yet may give probabilities of zero.
+            work.write_text('{"perplexity": Infinity, "loss": Infinity}\n', encoding="utf-8")
+            return
         if text:
             check_scored(work, text / f"{split}.txt")
     print(f"The result is in {path}: perplexity {read_json(path)['perplexity']:.2f}", flush=True)

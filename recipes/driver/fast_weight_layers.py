@@ -2,20 +2,21 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import evaluation
 import language_models
 from commands import RecipeError, run, whole
 from data.prepare import preprocess
-from evaluation import Perplexity, Ways
+from evaluation import Evaluation, Perplexity, Way
 from flags import read_yaml
 from log import read_json
 from model import Model, Models
 from recipe import STAGES, Recipe
-from start import ModelStart
 from tables import markdown, save, show
 
 SPEED_LINES = 400  # of the test text, for measurements of speed
@@ -24,14 +25,11 @@ TITLES = {"local": "Local attention", "xl": "Transformer-XL"}
 
 def compose(arguments: list[str]) -> Recipe:
     recipe = language_models.compose(arguments, STAGES, bases_first)
-    request, data, start = recipe.request, recipe.data, recipe.start
-    (perplexity,) = recipe.evaluations
-    if data.lines:  # a trial
-        perplexity = perplexity._replace(ways=few_statistics(perplexity.ways))
-    speed = [] if request.test else [Speed(perplexity, data.lines or SPEED_LINES)]
-    start = LayerStart(start, Models(request.recipe, request.out))
-    table = LayerTable(request.recipe, request.out)
-    return recipe._replace(start=start, evaluations=[perplexity, *speed], table=table, sample=None)
+    request, data = recipe.models.request, recipe.models.data
+    models, report = LayerModels(request, data), partial(write_table, request.recipe, request.out)
+    perplexity = TrialPerplexity(models) if data.lines else Perplexity(models)
+    speed = [] if request.test else [Speed(models, perplexity, data.lines or SPEED_LINES)]
+    return recipe._replace(models=models, evaluations=[perplexity, *speed], write_table=report, sample=None)
 
 
 def bases_first(names: list[str]) -> list[str]:
@@ -40,56 +38,50 @@ def bases_first(names: list[str]) -> list[str]:
     return sorted(of_paper, key=lambda name: not name.endswith("/base"))
 
 
-def few_statistics(ways: Ways) -> Ways:
-    """Return the ways with statistics of RMS from fewer batches."""
-    return lambda name: [way._replace(flags=way.flags.replace("statistics 400", "statistics 4")) for way in ways(name)]
+class TrialPerplexity(Perplexity):
+    """The perplexity of a trial, with statistics of RMS from fewer batches."""
+
+    def ways(self, name: str) -> list[Way]:
+        ways = super().ways(name)
+        return [way._replace(flags=way.flags.replace("statistics 400", "statistics 4")) for way in ways]
 
 
-class LayerStart(NamedTuple):
-    """The start of a model with a layer: its base with a new layer on top, which does not change the outputs yet."""
-
-    of_base: ModelStart
-    models: Models
-
-    def check(self, model: Model) -> None:
-        self.of_base.check(model)
+class LayerModels(Models):
+    """A model with a layer begins with its base and a new layer on top, which does not change the outputs yet."""
 
     def flags(self, model: Model) -> list[str]:
-        flags = self.of_base.flags(model)
+        flags = super().flags(model)
         return flags if model.conf.stem == "base" else [*flags, "--finetune-from-model", str(self.add_layer(model))]
 
     def add_layer(self, model: Model) -> Path:
-        base = self.models.of_file(model.conf.with_name("base.yaml"), model.seed)
+        base = self.of_file(model.conf.with_name("base.yaml"), model.seed)
         start = base.folder.parent / (base.folder.name.replace("base", "start") + ".pt")
         if not start.exists():
             if base.outcome is None or base.outcome.diverged:
                 raise RecipeError(
                     f"{model.name} needs {base.folder}, which is not trained: name it earlier in --models."
                 )
-            data, checkpoint = self.of_base.data, base.folder / "checkpoint_best.pt"
-            run("fwp-add-layer", data, "--path", checkpoint, "--out", start)
+            run("fwp-add-layer", self.data.bin, "--path", base.folder / "checkpoint_best.pt", "--out", start)
         return start
 
 
-class Speed(NamedTuple):
+@dataclass(frozen=True)
+class Speed(Evaluation):
     """The speed of each way of evaluation, on the first lines of the test text."""
 
     perplexity: Perplexity
     lines: int
 
-    def check(self, models: Sequence[Model]) -> None:
-        """Its flags are those of the perplexity."""
-
     def evaluate(self, model: Model) -> None:
         for way in self.perplexity.ways_of(model):
             value = evaluation.best(model.folder, way.label) if way.values else ""
             path = evaluation.result(model.folder, "speed", way.label)
-            checkpoint, flags = model.folder / "checkpoint_best.pt", [*way.words(value), *self.perplexity.flags]
+            checkpoint, flags = model.folder / "checkpoint_best.pt", [*way.words(value), *self.flags]
             evaluation.score(checkpoint, path, self.prepare(), "test", None, flags)
 
     def prepare(self) -> Path:
         """Write the first lines of the test text; the statistics of RMS come from a training text next to it."""
-        data = self.perplexity.data
+        data = self.data
         folder = data.out / "speed"
         if not folder.is_dir():
             with whole(folder) as work:
@@ -104,15 +96,10 @@ class Speed(NamedTuple):
         return folder / "bin"
 
 
-class LayerTable(NamedTuple):
-    """A table for each base, with the rows of rows.yaml."""
-
-    recipe: Path
-    out: Path
-
-    def write(self, models: Sequence[Model]) -> None:
-        rows = read_rows(read_yaml(self.recipe / "rows.yaml", plain=False), self.out)
-        save(self.out, "rows", rows, table(rows))
+def write_table(recipe: Path, out: Path, models: Sequence[Model]) -> None:
+    """Write a table for each base, with the rows of rows.yaml."""
+    rows = read_rows(read_yaml(recipe / "rows.yaml", plain=False), out)
+    save(out, "rows", rows, table(rows))
 
 
 def read_rows(lines: list[dict[str, Any]], out: Path) -> list[dict[str, object]]:

@@ -5,8 +5,7 @@ seeds of a model at one size). Draws the pictures that have points.
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import cycle, product
 from math import inf, isfinite, nan
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any, NamedTuple
 
 import commands
 from engine import Training
+from flags import read_yaml
 from log import read_training
-from tables import markdown, write_csv
+from tables import group, markdown, write_csv
 
 from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, PUBLISHED, colours, load_pyplot, save
 
@@ -91,29 +91,16 @@ def read_result(training: Training) -> Result:
     return Result(training.name, training.about, log.curve("loss"), log.seconds, features, log.not_finite)
 
 
-def group(results: Iterable[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
-    """Return the results by a key, in their order."""
-    groups = defaultdict(list)
-    for result in results:
-        groups[key(result)].append(result)
-    return groups
-
-
 def write_tables(results: list[Result], out: Path) -> None:
     """Write points.csv and curves.csv."""
-    rows = []
+    points, curves = [], []
     for result in results:
-        row: dict[str, Any] = {"point": result.name, "S": result.size}
-        row |= {"feature_dim": result.feature_dim or "", "best_loss": f"{result.best:.3g}"}
-        row["at_update"] = next((update for update, loss in result.evaluations if loss == result.best), "")
-        row |= {"updates": result.updates, "seconds": f"{result.seconds:.0f}"}
-        rows.append(row | {"diverged": "yes" if result.diverged else ""})
-    write_csv(out / "points.csv", rows)
-    curves = [
-        {"point": result.name, "update": update, "loss": f"{loss:.6g}"}
-        for result in results
-        for update, loss in result.evaluations
-    ]
+        at_best = next((update for update, loss in result.evaluations if loss == result.best), "")
+        row = {"point": result.name, "S": result.size, "feature_dim": result.feature_dim or ""}
+        row |= {"best_loss": f"{result.best:.3g}", "at_update": at_best, "updates": result.updates}
+        points.append(row | {"seconds": f"{result.seconds:.0f}", "diverged": "yes" if result.diverged else ""})
+        curves += [{"point": result.name, "update": at, "loss": f"{loss:.6g}"} for at, loss in result.evaluations]
+    write_csv(out / "points.csv", points)
     write_csv(out / "curves.csv", curves, ("point", "update", "loss"))
 
 
@@ -271,8 +258,9 @@ def plan_pictures(results: list[Result], published: dict[str, Any]) -> list[Pict
     return [picture for picture in planned if picture.results]
 
 
-def write(finished: list[Training], published: dict[str, Any], out: Path) -> None:
-    """Write everything. published: the losses of the paper's released runs, by S, of each model in each setting."""
+def write(finished: list[Training], recipe: Path, out: Path) -> None:
+    """Write everything. published.yaml has the losses of the paper's released runs, by setting, model and S."""
+    published = read_yaml(recipe / "published.yaml", plain=False)
     results = [read_result(training) for training in finished]
     write_tables(results, out)
     commands.write(out / "table.md", "\n".join(lines_of(results, published)) + "\n")

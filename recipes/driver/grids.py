@@ -10,13 +10,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 import figures
-from arguments import ROOT, Parser, whole_number
+from arguments import ROOT, Parser, positive
 from commands import RecipeError, lock
 from engine import Training, has_ended, train_all
 from flags import as_flags, read_yaml, refusal, shaped
@@ -88,13 +89,13 @@ class Grid(NamedTuple):
             )
 
 
-def compose(arguments: list[str], read: Read, report: Report) -> Grid:
+def compose(read: Read, report: Report, arguments: list[str]) -> Grid:
     """Return the grid that a command line asks for, of a kind that reads and reports trainings."""
     parser = Parser(STAGES, "")
     grid = "file of a grid; may be repeated (default: conf/quick.yaml)"
     parser.add_argument("--conf", type=Path, metavar="YAML", action="append", help=grid)
     workers = "number of trainings at the same time (default: number of cores)"
-    parser.add_argument("--workers", type=whole_number, default=os.cpu_count(), metavar="N", help=workers)
+    parser.add_argument("--workers", type=positive, default=os.cpu_count(), metavar="N", help=workers)
     args = parser.parse(arguments)
     if args.extra:
         raise RecipeError(f"flags must be those of --help, got {args.extra[0]}.")
@@ -118,10 +119,6 @@ def check(trainings: Sequence[Training]) -> None:
 # Associative retrieval.
 
 
-def retrieval(arguments: list[str]) -> Grid:
-    return compose(arguments, read_retrieval, report_retrieval)
-
-
 def read_retrieval(conf: Path, recipe: Path, out: Path) -> Iterator[Training]:
     """Yield a training for every combination of the lists of an entry."""
     common, entries = read_yaml(recipe / "conf" / "common.yaml"), read_yaml(conf)
@@ -136,10 +133,6 @@ def read_retrieval(conf: Path, recipe: Path, out: Path) -> Iterator[Training]:
                 yield Training(name, out / name, flags, about=point)
         except ValueError as error:
             raise RecipeError(f"{conf}, entry {index}: {error}") from None
-
-
-def report_retrieval(finished: list[Training], recipe: Path, out: Path) -> None:
-    figures.write(finished, read_yaml(recipe / "published.yaml", plain=False), out)
 
 
 def name_of(point: dict[str, str]) -> str:
@@ -167,10 +160,6 @@ def combinations(entry: Any) -> list[dict[str, str]]:
 
 
 # Small problems of state tracking and recall.
-
-
-def problems(arguments: list[str]) -> Grid:
-    return compose(arguments, read_problems, report_problems)
 
 
 def read_problems(conf: Path, recipe: Path, out: Path) -> Iterator[Training]:
@@ -203,3 +192,7 @@ def report_problems(finished: list[Training], recipe: Path, out: Path) -> None:
         found = (last.get((problem, model)) for problem in chances)
         cells.append([model, *(f"{mean(values):.1f}" if values else "-" for values in found)])
     save(out, "accuracy", rows, markdown(["model", *chances], cells))
+
+
+retrieval = partial(compose, read_retrieval, figures.write)
+problems = partial(compose, read_problems, report_problems)

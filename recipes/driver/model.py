@@ -1,15 +1,23 @@
-"""The models of a recipe: the YAML files in its conf/, chosen by name, folder or path, each with its seeds."""
+"""The models of a recipe: the YAML files in its conf/, chosen by name, folder or path, each with its seeds.
+
+The weights of a training are drawn, those of another model, or those of that model converted. A teacher, whose outputs
+a training learns, is another model of the recipe, too.
+"""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from arguments import Request, names
-from commands import RecipeError
-from flags import START, read_conf, read_flags, read_yaml, shaped
+from commands import RecipeError, check_same, run, write
+from data.prepare import Data
+from engine import PLUGIN
+from flags import START, read_conf, read_flags, read_yaml, refusal, shaped, value_of
 from log import Outcome, read_outcome
 
+# The name of the softmax model that a recipe is given or trains first, see `converted` of Data; flags that it has.
+SOURCE, ARCHITECTURE = "source", ["--task", "language_modeling", "--arch", "fwp_lm"]
 Choice = Callable[[list[str]], list[str]]
 
 
@@ -43,11 +51,19 @@ class Model(NamedTuple):
             raise RecipeError(f"{self.label} is not trained: run the stage train first.")
 
 
-class Models:
-    """All models that a recipe has; their output is in the folder `out`."""
+def folder_of(out: Path, name: str, seed: int | None) -> Path:
+    return out / name / ("" if seed is None else f"seed_{seed}")
 
-    def __init__(self, recipe: Path, out: Path) -> None:
-        self.recipe, self.out = recipe, out
+
+class Models:
+    """All models that a recipe has, and the start of every training.
+
+    plugin: flags of another plug-in than this package. Flags of the command line override those of a model.
+    """
+
+    def __init__(self, request: Request, data: Data, plugin: Sequence[str] = ()) -> None:
+        self.request, self.recipe, self.out, self.extra = request, request.recipe, request.out, request.extra
+        self.data, self.plugin = data, plugin
 
     def names(self) -> list[str]:
         folder = self.recipe / "conf"
@@ -66,20 +82,20 @@ class Models:
         origin, convert = (lines.get(start, "") for start in START)
         if convert and not origin:
             raise RecipeError(f"{conf} must have a model to convert: add a line `from: NAME`.")
-        return Model(name, conf, self.out / name / ("" if seed is None else f"seed_{seed}"), seed, origin, convert)
+        return Model(name, conf, folder_of(self.out, name, seed), seed, origin, convert)
 
-    def chosen(self, args: Namespace, request: Request, only: Choice = list) -> list[Model]:
+    def chosen(self, args: Namespace, only: Choice = list) -> list[Model]:
         """Return the models of --models or of --conf, the user's if given, else the recipe's, each with every seed.
 
         only: those of the names that the recipe trains, in their order. Raises RecipeError if none is named.
         """
         chosen = [] if args.conf else only(self.expand(names(args.models)))
         confs = [self.find_conf(args.conf)] if args.conf else [self.recipe / "conf" / f"{name}.yaml" for name in chosen]
-        if not confs and request.stage != "prepare":
+        if not confs and self.request.stage != "prepare":
             raise RecipeError(
                 f"--conf conf/NAME.yaml or --models NAME must be given; names: {', '.join(self.names())}."
             )
-        return [self.of_file(conf, seed) for conf in confs for seed in request.seeds]
+        return [self.of_file(conf, seed) for conf in confs for seed in self.request.seeds]
 
     def find_conf(self, path: str) -> Path:
         for conf in (Path(path), self.recipe / path):
@@ -105,6 +121,79 @@ class Models:
                 raise RecipeError(f"--models must be among {', '.join(known)}, got {name}.")
             models += inside
         return list(dict.fromkeys(models))
+
+    # The start of a training.
+
+    def check(self, model: Model) -> None:
+        """Raise RecipeError if a model that is named does not exist, or for flags that fairseq-train refuses."""
+        for name in filter(None, (model.origin, self.teacher(model))):
+            if not self.is_source(name):
+                self.named(name, model.seed)
+        flags = [*(ARCHITECTURE if self.data.converted else ()), *model.flags, *self.plugin, *self.extra]
+        plugin = [] if "--user-dir" in flags else PLUGIN
+        if reason := refusal([str(self.data.bin), *plugin, *flags]):
+            raise RecipeError(f"{model.name}: fairseq-train refuses the flags: {reason}.")
+
+    def flags(self, model: Model) -> list[str]:
+        """Return all flags of a training. The model that it begins with is converted first, if it must be."""
+        flags = [*model.flags, *self.plugin]
+        if model.origin:
+            if converted := self.converted(model):
+                flags = flags_of(converted) + flags
+            begun = converted / "checkpoint.pt" if model.convert else self.checkpoint(model.origin, model.seed)
+            flags += ["--finetune-from-model", str(begun)]
+        flags += self.extra
+        if teacher := self.teacher(model):
+            flags += ["--teacher", str(self.checkpoint(teacher, model.seed))]
+        return flags
+
+    def is_source(self, name: str) -> bool:
+        return name == SOURCE and self.data.converted is not None
+
+    def converted(self, model: Model) -> Path | None:
+        """Return the folder of the converted model, for a model or for the one that it begins with; None if none is."""
+        if not model.convert:
+            if self.is_source(model.origin):
+                return self.data.converted
+            return self.converted(self.trained(model.origin, model.seed)) if model.origin else None
+        folder, settings = model.folder / "converted", model.folder / "conversion.txt"
+        conversion = f"{model.origin} {model.convert}\n"
+        if folder.is_dir():
+            if settings.exists():
+                check_same(settings, conversion)
+            return folder
+        begun = self.checkpoint(model.origin, model.seed)
+        write(settings, conversion)
+        run("fwp-convert", *self.plugin, *self.data.conversion, begun, "--out", folder, *model.convert.split())
+        return folder
+
+    def trained(self, name: str, seed: int | None) -> Model:
+        """Return the model of a name; without a seed if it was trained without one."""
+        of_seed = self.named(name, seed)
+        return of_seed if of_seed.folder.is_dir() else self.named(name, None)
+
+    def checkpoint(self, name: str, seed: int | None) -> Path:
+        """Return the best checkpoint of a model. Raises RecipeError if it is not trained, or has diverged."""
+        if self.is_source(name):
+            return self.data.converted / "checkpoint.pt"
+        model = self.trained(name, seed)
+        because = "because other models start from it or learn from it"
+        if model.outcome is None:
+            raise RecipeError(f"{model.label} must be trained first, {because}: name it earlier in --models.")
+        if model.outcome.diverged:
+            another = "train it in another --out, for example with a smaller --lr"
+            raise RecipeError(f"{model.label} must not have diverged, {because}: {another}.")
+        return model.folder / "checkpoint_best.pt"
+
+    def teacher(self, model: Model) -> str:
+        """Return the model that `teacher` in a YAML names; empty if there is none, or if it is a file."""
+        name = value_of([*model.flags, *self.extra], "--teacher")
+        return "" if Path(name).is_file() else name
+
+
+def flags_of(converted: Path) -> list[str]:
+    """Return the flags of a converted model."""
+    return (converted / "flags.txt").read_text(encoding="utf-8").split()
 
 
 def runs(path: Path, name: str = "") -> list[str]:

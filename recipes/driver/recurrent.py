@@ -11,27 +11,26 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from arguments import ROOT, Parser, Request, request_of, whole_number
-from commands import CommandError, RecipeError, check_same, run, whole, write
+from arguments import Parser, Request, positive, request_of
+from commands import RecipeError, check_same, run, whole, write
 from data import tokens
 from data.prepare import SPLITS, Data, find, known_as, preprocess_text, read_lines, remove, unknown_shares
 from data.tokens import Tokenizer
 from engine import PLUGIN
-from evaluation import score
+from evaluation import Measures, Way, score
 from flags import refusal, value_of
-from language_models import OTHER_FLAGS
+from language_models import OTHER_FLAGS, interact
 from log import read_json
-from model import Model
+from model import SOURCE, Model, Models, flags_of, folder_of
 from recipe import STAGES, Recipe
-from start import ModelStart
-from tables import markdown, mean, read_run, save, show
+from tables import Row, group, markdown, mean, named, read_run, save, show
 
 from fairseq_fwp.cli.logs import read_line
 
-SOURCE, ADAPTED, ATTENTION, DISTRIBUTION, WORDS = "source", "adapted", "attention", "distribution", "words"
+ADAPTED, ATTENTION, DISTRIBUTION, WORDS = "adapted", "attention", "distribution", "words"
 # The trainings, with their shares of the time.
 SHARES = {ADAPTED: 0.10, ATTENTION: 0.30, DISTRIBUTION: 0.55, WORDS: 0.05}
 # The adapted model is the teacher if it has at most this share of the source's loss on the validation text.
@@ -54,8 +53,9 @@ TOKENS, TRIAL = 2048, 12
 
 
 def compose(arguments: list[str]) -> Recipe:
-    stages = STAGES | {"prepare": "convert and score the source, and write the text in its tokens"}
-    parser = Parser({**stages, "sample": "print three texts that the recurrent model writes"}, OTHER_FLAGS, OWN_TEXT)
+    prepare = {"prepare": "convert and score the source, and write the text in its tokens"}
+    sampled = {"sample": "print three texts that the recurrent model writes"}
+    parser = Parser(STAGES | prepare | sampled, OTHER_FLAGS, OWN_TEXT)
     add_flags(parser)
     args = parser.parse(arguments)
     args.any_text = args.test = None
@@ -68,12 +68,9 @@ def compose(arguments: list[str]) -> Recipe:
         request.out, args.model, args.source or kind_of(args.model), args.data, args.vocabulary, args.end, args.lines,
         args.unscored or 0,
     )  # fmt: skip
-    trainings = Trainings(request, source, args.rule, args.state_size, args.keep_softmax_layers)
-    start = Stages(trainings, args.minutes)
-    models = trainings.of_all_seeds()
-    measures = Measures(source, start, request)
-    table = Losses(request.out, source, start, measures)
-    return Recipe(request, models, source, start, [measures], table, "fwp-eval-lm", partial(sample, table))
+    stages = Stages(request, source, args)
+    report, write_sample = partial(write_table, source), partial(sample, stages)
+    return Recipe(stages, stages.of_all_seeds(), [stages.measures], report, "fwp-eval-lm", write_sample)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,16 +80,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, metavar="FOLDER", help="folder with the text, see above")
     add("--lines", action="store_true", help="each line of the text is a sequence of its own (default: one stream)")
     unscored = "with --lines: choose models by the loss without the first N tokens of a line, unknown to the source (0)"
-    add("--unscored", type=whole_number, metavar="N", help=unscored)
+    add("--unscored", type=positive, metavar="N", help=unscored)
     add("--vocabulary", type=Path, metavar="FILE", help="names of the tokens, one a line (default: its vocab.txt)")
     add("--end", metavar="TOKEN", help="token that ends a text, by name or number (default: eos_token_id)")
     add("--rule", default="gated_delta", metavar="RULE", help="update rule in place of softmax (default: gated_delta)")
     size = "features of a head's keys; more state loses less (default: 32)"
-    add("--state-size", type=whole_number, default=32, metavar="M", help=size)
+    add("--state-size", type=positive, default=32, metavar="M", help=size)
     keep = "layers that keep softmax, numbered from 0, such as 0,3 (default: none)"
     add("--keep-softmax-layers", metavar="LAYERS", help=keep)
-    add("--minutes", type=whole_number, default=20, metavar="N", help="time of all trainings (default: 20)")
-    add("--seeds", type=whole_number, metavar="N", help="train with the seeds 1 to N")
+    add("--minutes", type=positive, default=20, metavar="N", help="time of all trainings (default: 20)")
+    add("--seeds", type=positive, metavar="N", help="train with the seeds 1 to N")
 
 
 def kind_of(model: Path) -> str:
@@ -147,16 +144,17 @@ class Published(Data):
         return self.results / (f"lines_{self.line_start}" if self.by_lines else "stream")
 
     @property
-    def vocabulary_flags(self) -> list[object]:
-        return ["--vocabulary", self.converted / "dict.txt"]
+    def conversion(self) -> list[object]:
+        return ["--source", "fwp-lm", "--vocabulary", self.converted / "dict.txt"]
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         return None if self.vocabulary else tokens.read(self.model)
 
-    def flag(self, name: str) -> str:
-        """Return a flag of the converted source."""
-        return value_of((self.converted / "flags.txt").read_text(encoding="utf-8").split(), name)
+    @property
+    def length(self) -> int:
+        """The tokens of a sample of the source."""
+        return int(value_of(flags_of(self.converted), "--tokens-per-sample"))
 
     def settings(self) -> str:
         form = "lines" if self.by_lines else "stream"
@@ -204,14 +202,12 @@ class Published(Data):
         """Score the validation text in both ways of reading a line, and choose the better one, for all that follows."""
         if (self.results / "line_start.txt").exists():
             return
-        losses = {}
+        losses, checkpoint = {}, self.converted / "checkpoint.pt"
         for start in STARTS:
-            scores = self.results / f"start {start}.tsv"
-            flags = ["--line-start", start, "--scores", scores]
-            score(
-                self.converted / "checkpoint.pt", self.results / f"start {start}.json", self.bin, "valid", None, flags
-            )
-            losses[start] = loss_after(1, scores, start == "end")
+            path = self.results / f"start {start}.json"
+            flags = ["--line-start", start, "--scores", path.with_suffix(".tsv")]
+            score(checkpoint, path, self.bin, "valid", None, flags)
+            losses[start] = loss_after(1, path.with_suffix(".tsv"), start == "end")
         best = min(losses, key=lambda start: losses[start])
         said = ", ".join(f"{STARTS[start]} {loss:.4f}" for start, loss in losses.items())
         words = f"The source reads lines best {STARTS[best]}. Loss of a token after the first word: {said}."
@@ -249,29 +245,31 @@ def loss_after(words: int, scores: Path, first_is_scored: bool) -> float:
 # The trainings.
 
 
-class Trainings(NamedTuple):
-    """The trainings of the recipe; rule, state_size, softmax_layers: of the new attention."""
+class Stages(Models):
+    """The trainings: their weights, their teacher, and as many updates as their share of the time allows.
 
-    request: Request
-    source: Published
-    rule: str
-    state_size: int
-    softmax_layers: str | None
+    given: see `add_flags`.
+    """
+
+    def __init__(self, request: Request, source: Published, given: argparse.Namespace) -> None:
+        super().__init__(request, source)
+        self.given, self.minutes = given, given.minutes
+        self.measures = Measures(self, partial(ways, source))
+
+    def named(self, name: str, seed: int | None) -> Model:
+        """Return a training, with the model that it starts from."""
+        before = {ADAPTED: SOURCE, ATTENTION: self.softmax(seed), DISTRIBUTION: ATTENTION, WORDS: DISTRIBUTION}[name]
+        conf, folder = self.recipe / "conf" / f"{name}.yaml", folder_of(self.out, name, seed)
+        return Model(name, conf, folder, seed, before, self.new_attention if name == ATTENTION else "")
 
     @property
     def new_attention(self) -> str:
         """The flags of fwp-convert. Decay begins with memories of all lengths (docs/conversion.md)."""
-        flags = f"--decoder-update-rule {self.rule} --state-size {self.state_size}"
-        if self.rule == "decay" and self.source.converted.is_dir():
-            flags += f" --decay-spans {self.source.flag('--tokens-per-sample')}"
-        return flags + (f" --keep-softmax-layers {self.softmax_layers}" if self.softmax_layers else "")
-
-    def named(self, name: str, seed: int | None) -> Model:
-        """Return a training, with the model that it starts from."""
-        folder = self.request.out / name / ("" if seed is None else f"seed_{seed}")
-        before = {ADAPTED: SOURCE, ATTENTION: self.softmax(seed), DISTRIBUTION: ATTENTION, WORDS: DISTRIBUTION}[name]
-        target = self.new_attention if name == ATTENTION else ""
-        return Model(name, self.request.recipe / "conf" / f"{name}.yaml", folder, seed, before, target)
+        kept = self.given.keep_softmax_layers
+        flags = f"--decoder-update-rule {self.given.rule} --state-size {self.given.state_size}"
+        if self.given.rule == "decay" and self.data.converted.is_dir():
+            flags += f" --decay-spans {self.data.length}"
+        return flags + (f" --keep-softmax-layers {kept}" if kept else "")
 
     def of_all_seeds(self) -> list[Model]:
         """Return the trainings of the first seed in their order, then those of the next one."""
@@ -279,45 +277,35 @@ class Trainings(NamedTuple):
 
     def softmax(self, seed: int | None) -> str:
         """Return the softmax model that others start from and learn from: the adapted one, if that is better."""
-        adapted = self.request.out / ADAPTED / ("" if seed is None else f"seed_{seed}")
-        losses = [counted_loss(self.source, folder, "valid") for folder in (adapted, self.source.results)]
+        folders = folder_of(self.out, ADAPTED, seed), self.data.results
+        losses = [counted_loss(self.data, folder, "valid") for folder in folders]
         return ADAPTED if None not in losses and losses[0] <= GAIN * losses[1] else SOURCE
 
-
-class Stages(ModelStart):
-    """The start of every training: its weights, its teacher, and as many updates as its share of the time allows."""
-
-    def __init__(self, trainings: Trainings, minutes: int) -> None:
-        source = trainings.source
-        super().__init__(
-            trainings.named, source.bin, [], trainings.request.extra,
-            architecture=["--task", "language_modeling", "--arch", "fwp_lm"],
-        )  # fmt: skip
-        self.trainings, self.minutes = trainings, minutes
-
     def check(self, model: Model) -> None:
-        self.sources = {SOURCE: self.trainings.source.converted}
-        if model.name == ATTENTION and (
-            reason := refusal(["x", "--out", "x", *model.convert.split()], "fwp-linearize")
-        ):
+        flags = ["x", "--out", "x", *model.convert.split()]
+        if model.name == ATTENTION and (reason := refusal(flags, "fwp-linearize")):
             raise RecipeError(f"the new attention cannot be: {reason}.")
         super().check(model)
 
+    def converted(self, model: Model) -> Path | None:
+        return super().converted(self.named(model.name, model.seed))  # what it starts from may be known only now
+
     def flags(self, model: Model) -> list[str]:
-        source = self.trainings.source
-        self.sources, self.source = {SOURCE: source.converted}, ["--source", "fwp-lm", *source.vocabulary_flags]
         if model.name == ATTENTION:
-            measure(source, self.trainings.request, source.converted / "checkpoint.pt", source.results, ["valid"])
-            adapted = self.named(ADAPTED, model.seed).folder
-            measure(source, self.trainings.request, self.checkpoint(ADAPTED, model.seed), adapted, ["valid"])
+            checkpoints = {
+                self.data.results: self.data.converted / "checkpoint.pt",
+                self.named(ADAPTED, model.seed).folder: self.checkpoint(ADAPTED, model.seed),
+            }
+            _, valid = ways(self.data)
+            for folder, checkpoint in checkpoints.items():
+                self.measures.measure(folder, checkpoint, valid)
             model = self.named(model.name, model.seed)
-        length = int(source.flag("--tokens-per-sample"))
-        flags = [*super().flags(model), "--max-tokens", str(max(TOKENS, length))]
+        flags = [*super().flags(model), "--max-tokens", str(max(TOKENS, self.data.length))]
         flags += self.extra  # once more: they override the size of a batch
         return flags + self.updates(model, flags)
 
     def teacher(self, model: Model) -> str:
-        return self.trainings.softmax(model.seed) if model.name in (ATTENTION, DISTRIBUTION) else ""
+        return self.softmax(model.seed) if model.name in (ATTENTION, DISTRIBUTION) else ""
 
     def updates(self, model: Model, flags: list[str]) -> list[str]:
         """Return the flags of the length of a training; a trial measures the time of an update, once."""
@@ -343,7 +331,7 @@ class Stages(ModelStart):
         print(f"{model.label}: a trial of {TRIAL} updates measures their time.", flush=True)
         short = ["--max-update", TRIAL, "--log-interval", TRIAL // 2, "--warmup-updates", 1, "--no-save"]
         form = ["--disable-validation", "--log-format", "json", "--save-dir", model.folder / "trial"]
-        run("fairseq-train", self.data, *PLUGIN, *flags, *short, *form, log=log)
+        run("fairseq-train", self.data.bin, *PLUGIN, *flags, *short, *form, log=log)
         lines = map(read_line, log.read_text(encoding="utf-8", errors="replace").splitlines())
         rates = [numbers["ups"] for about, numbers in lines if about == "inner" and numbers.get("ups")]
         if not rates:
@@ -351,158 +339,97 @@ class Stages(ModelStart):
         return rates[-1]
 
 
-def measure(
-    source: Published, request: Request, checkpoint: Path, folder: Path, splits: Sequence[str] = ("valid", "test")
-) -> None:
-    """Score splits, unless they are, by the one protocol of all models: lines as the source reads them, or blocks."""
-    flags = [*([] if source.by_lines else ["--context-window", 0]), *request.evaluation_flags]
-    for split in splits:
-        path, scores = (folder / f"{split}.{form}" for form in ("json", "tsv"))
-        own = ["--scores", scores] if source.unscored else []
-        if not path.exists() or (own and not scores.exists()):
-            score(checkpoint, path, source.bin, split, None, [*flags, *own])
+# The evaluation, the table, and what the model writes.
+
+
+def ways(source: Published) -> list[Way]:
+    """Return the one protocol of all models on test and valid: lines as the source reads them, or blocks."""
+    reading = "" if source.by_lines else "--context-window 0"
+    return [Way("", reading, (split,), scores=bool(source.unscored)) for split in ("test", "valid")]
 
 
 def counted_loss(source: Published, folder: Path, split: str) -> float | None:
     """Return the loss of a split without the tokens that do not count, None without a result."""
-    if not source.unscored or not (scores := folder / f"{split}.tsv").exists():
-        loss: float | None = read_json(folder / f"{split}.json").get("loss")
-        return loss
-    return loss_after(source.unscored, scores, source.line_start == "end")
+    if source.unscored and (scores := folder / f"{split}.tsv").exists():
+        return loss_after(source.unscored, scores, source.line_start == "end")
+    return read_json(folder / f"{split}.json").get("loss")
 
 
-# The evaluation, the table, and what the model writes.
+def write_table(source: Published, models: Sequence[Model]) -> None:
+    """Write the table of all models, and the folder of the best one."""
+    rows = [row for model in [None, *models] for row in rows_of(source, model)]
+    lines = [*table(rows), ""]
+    if source.by_lines and (chosen := source.results / "line_start.txt").exists():
+        lines.append(chosen.read_text(encoding="utf-8").splitlines()[1])
+    save(source.out, "results", rows, lines)
+    if best := best_of(source, models):
+        folder = publish(source, best)
+        print(f"The recurrent model is in {folder}: fairseq_fwp.load({str(folder)!r}).")
 
 
-class Measures(NamedTuple):
-    """The evaluation of source, adapted, converted and trained models by one protocol."""
-
-    source: Published
-    start: Stages
-    request: Request
-
-    def check(self, models: Sequence[Model]) -> None:
-        """Raise RecipeError in the stage evaluate without a source."""
-        if self.request.stage == "evaluate" and not self.source.converted.is_dir():
-            raise RecipeError(f"{self.request.out} must have a source, got none: run the stage prepare first.")
-
-    def evaluate(self, model: Model) -> None:
-        measure(self.source, self.request, self.source.converted / "checkpoint.pt", self.source.results)
-        if model.name == ATTENTION:
-            folder = model.folder / "converted"
-            try:
-                measure(self.source, self.request, folder / "checkpoint.pt", folder, ["test"])
-            except CommandError:  # a converted model may give probabilities of zero
-                write(folder / "test.json", '{"perplexity": Infinity, "loss": Infinity}\n')
-        measure(self.source, self.request, model.folder / "checkpoint_best.pt", model.folder)
+def rows_of(source: Published, model: Model | None) -> list[Row]:
+    """Return the rows of the source (None) or of a training, and of the model that this begins with."""
+    folder = model.folder if model else source.results
+    training, seed = read_run(folder), "" if model is None or model.seed is None else model.seed
+    names = {"converted": folder / "converted"} if model and model.name == ATTENTION else {}
+    names |= {model.name if model else SOURCE: folder}
+    rows = []
+    for name, of_name in names.items() if not training.diverged else ():
+        if result := read_json(of_name / "test.json"):
+            row = {"model": name, "seed": seed, "state": result.get("state_size"), "loss": result["loss"]}
+            row |= {"counted": counted_loss(source, of_name, "test"), "perplexity": result["perplexity"]}
+            trained = name not in (SOURCE, "converted")
+            rows.append(row | {head: getattr(training, head) if trained else "" for head in ("updates", "hours")})
+    return rows
 
 
-class Losses(NamedTuple):
-    """The table of all models, and the folder of the best one."""
-
-    out: Path
-    source: Published
-    start: Stages
-    measures: Measures
-
-    def write(self, models: Sequence[Model]) -> None:
-        rows = [row for model in [None, *models] for row in self.rows_of(model)]
-        lines = [*table(rows), ""]
-        if self.source.by_lines and (chosen := self.source.results / "line_start.txt").exists():
-            lines.append(chosen.read_text(encoding="utf-8").splitlines()[1])
-        save(self.out, "results", rows, lines)
-        if best := self.best(models):
-            folder = self.publish(best)
-            print(f"The recurrent model is in {folder}: fairseq_fwp.load({str(folder)!r}).")
-
-    def rows_of(self, model: Model | None) -> list[dict[str, Any]]:
-        """Return the rows of the source (None) or of a training, and of the model that this begins with."""
-        folder = model.folder if model else self.source.results
-        training, seed = read_run(folder), "" if model is None or model.seed is None else model.seed
-        if training.diverged:
-            return []
-        names = {model.name if model else SOURCE: folder}
-        if model and model.name == ATTENTION:
-            names = {"converted": folder / "converted", **names}
-        rows = []
-        for name, of_name in names.items():
-            if result := read_json(of_name / "test.json"):
-                row = {"model": name, "seed": seed, "state": result.get("state_size"), "loss": result["loss"]}
-                row |= {"counted": counted_loss(self.source, of_name, "test")}
-                trained = name not in (SOURCE, "converted")
-                done = {"updates": training.updates, "hours": training.hours} if trained else {}
-                rows.append(row | {"perplexity": result["perplexity"], "updates": "", "hours": ""} | done)
-        return rows
-
-    def best(self, models: Sequence[Model]) -> Model | None:
-        """Return the recurrent model with the lowest loss on the validation text, of the tokens that count."""
-        recurrent = [model for model in models if model.name in (ATTENTION, DISTRIBUTION, WORDS)]
-        losses = {model: counted_loss(self.source, model.folder, "valid") for model in recurrent}
-        scored = [model for model in recurrent if losses[model] is not None]
-        return min(scored, key=lambda model: losses[model], default=None)
-
-    def publish(self, model: Model) -> Path:
-        """Write the folder of a model for fairseq_fwp.load, unless it has this model already; return it."""
-        folder, holds, checkpoint = (
-            self.out / "recurrent",
-            self.out / "recurrent.txt",
-            model.folder / "checkpoint_best.pt",
-        )
-        stat = checkpoint.stat()
-        name = f"{checkpoint.relative_to(self.out)} {stat.st_size} {stat.st_mtime_ns}\n"
-        if not (folder.is_dir() and holds.exists() and holds.read_text(encoding="utf-8") == name):
-            with whole(folder) as work:
-                source = ["--source", "fwp-lm", *self.source.vocabulary_flags]
-                run("fwp-convert", *source, checkpoint, "--to", "safetensors", "--out", work)
-                remove(holds)
-                remove(folder)
-            write(holds, name)
-        return folder
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[Row]) -> list[str]:
     """Return a line for each model, mean and deviation of its seeds, with its share of the source's perplexity."""
-    groups: dict[str, list[dict[str, Any]]] = {name: [] for name in ROWS}
-    for row in rows:
-        groups[row["model"]].append(row)
-    whole = groups[SOURCE][0]["perplexity"] if groups[SOURCE] else None
+    groups = group(rows, itemgetter("model"))
+    whole = groups[SOURCE][0]["perplexity"] if SOURCE in groups else None
     lines = []
-    for name, seeds in groups.items():
-        if seeds:
-            several = f", {len(seeds)} seeds" if len(seeds) > 1 else ""
-            shares = [100 * whole / row["perplexity"] for row in seeds] if whole else []
-            lines.append([
-                ROWS[name] + several, show(seeds[0]["state"], 0), mean([row["loss"] for row in seeds], 4),
-                mean([row["counted"] for row in seeds], 4), mean([row["perplexity"] for row in seeds], 3),
-                f"{mean(shares, 1)} %",
-                show(seeds[0]["updates"], 0), mean([row["hours"] for row in seeds]),
-            ])  # fmt: skip
+    for name, seeds in ((name, groups[name]) for name in ROWS if name in groups):
+        shares = [100 * whole / row["perplexity"] for row in seeds] if whole else []
+        state, updates = (show(seeds[0][head], 0) for head in ("state", "updates"))
+        digits = {"loss": 4, "counted": 4, "perplexity": 3}
+        means = [mean([row[head] for row in seeds], places) for head, places in digits.items()]
+        hours = mean([row["hours"] for row in seeds])
+        lines.append([named(ROWS[name], seeds), state, *means, f"{mean(shares, 1)} %", updates, hours])
     heads = ["model", "state, numbers", "loss of a token, nats", "of those that count", "perplexity"]
     return markdown([*heads, "of the source", "updates", "hours"], lines)
 
 
-def sample(table: Losses, model: Model) -> None:
+def best_of(source: Published, models: Sequence[Model]) -> Model | None:
+    """Return the recurrent model with the lowest loss on the validation text, of the tokens that count."""
+    losses = {model: counted_loss(source, model.folder, "valid") for model in models if model.name != ADAPTED}
+    scored = [model for model, loss in losses.items() if loss is not None]
+    return min(scored, key=lambda model: losses[model], default=None)
+
+
+def publish(source: Published, model: Model) -> Path:
+    """Write the folder of a model for fairseq_fwp.load, unless it has this model already; return it."""
+    folder, holds = source.out / "recurrent", source.out / "recurrent.txt"
+    stat = (checkpoint := model.folder / "checkpoint_best.pt").stat()
+    name = f"{checkpoint.relative_to(source.out)} {stat.st_size} {stat.st_mtime_ns}\n"
+    if not (folder.is_dir() and holds.exists() and holds.read_text(encoding="utf-8") == name):
+        with whole(folder) as work:
+            run("fwp-convert", *source.conversion, checkpoint, "--to", "safetensors", "--out", work)
+            remove(holds)
+            remove(folder)
+        write(holds, name)
+    return folder
+
+
+def sample(stages: Stages, model: Model) -> None:
     """Print three texts that the recurrent model writes after the first tokens of lines of the test text."""
-    source, request = table.source, table.measures.request
-    best = table.best(table.start.trainings.of_all_seeds())
+    source = stages.data
+    best = best_of(source, stages.of_all_seeds())
     if best is None:
         raise RecipeError("a recurrent model must be evaluated first: run the stage evaluate.")
     lines = [line.split() for line in read_lines(source.folder / "text" / "test.txt") if line]
-    prompts, written = [" ".join(line[:2]) for line in lines[:3]], request.out / "prompt.txt"
-    write(written, "".join(prompt + "\n" for prompt in prompts))
-    log = request.out / "sample.log"
-    task = (
-        ["--task", "fwp_lines", "--line-start", source.line_start]
-        if source.by_lines
-        else ["--task", "language_modeling"]
-    )
-    length = int(source.flag("--tokens-per-sample"))
-    run(
-        "fairseq-interactive", source.bin, "--user-dir", ROOT / "fairseq_fwp", *task, "--input", written,
-        "--path", best.folder / "checkpoint_best.pt", "--sampling", "--beam", 1, "--max-len-b", min(200, length),
-        "--tokens-per-sample", length, "--seed", 1, *(flag for flag in request.extra if flag == "--cpu"), log=log,
-    )  # fmt: skip
-    for line in log.read_text(encoding="utf-8").splitlines():
-        if line.startswith("H-"):
-            words = line.split("\t")[2]
-            print(source.tokenizer.decode([int(word) for word in words.split()]) if source.tokenizer else words)
+    prompts = [" ".join(line[:2]) for line in lines[:3]]
+    task = ["fwp_lines", "--line-start", source.line_start] if source.by_lines else ["language_modeling"]
+    length = source.length
+    search = ["--beam", 1, "--max-len-b", min(200, length), "--tokens-per-sample", length]
+    for words in interact(stages, best, prompts, "H", ["--task", *task, *search]):
+        print(source.tokenizer.decode([int(word) for word in words.split()]) if source.tokenizer else words)

@@ -8,14 +8,19 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from arguments import ROOT
 from commands import whole, write
 from log import check_unchanged, read_json, read_outcome, read_training
+
+Row = dict[str, Any]  # of a CSV, by its columns
+T = TypeVar("T")
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], heads: Sequence[str] | None = None) -> None:
@@ -46,20 +51,28 @@ def mean(values: Sequence[Any], digits: int = 2, none: str = "-") -> str:
     return show(statistics.mean(known), digits) + deviation if known else none
 
 
-def by_model(rows: list[dict[str, Any]], columns: dict[str, str], none: str = "-") -> list[str]:
-    """Return a table with a line for each model, mean and deviation of its seeds; columns of the rows, by head."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+def group(rows: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Return the rows by a key, in their order."""
+    groups = defaultdict(list)
     for row in rows:
-        groups.setdefault(row["model"], []).append(row)
+        groups[key(row)].append(row)
+    return dict(groups)
+
+
+def named(name: str, seeds: Sequence[object]) -> str:
+    return f"{name}, {len(seeds)} seeds" if len(seeds) > 1 else name
+
+
+def by_model(rows: Iterable[Row], columns: dict[str, str], none: str = "-") -> list[str]:
+    """Return a table with a line for each model, mean and deviation of its seeds; columns of the rows, by head."""
     lines = []
-    for name, seeds in groups.items():
+    for name, seeds in group(rows, itemgetter("model")).items():
         found = [
             mean([row[column] for row in seeds], 1 if "per word" in head else 2, none)
             for head, column in columns.items()
         ]
         size, updates, hours = seeds[0]["parameters"], seeds[0]["updates"], sum(row["hours"] for row in seeds)
-        shown = f"{name}, {len(seeds)} seeds" if len(seeds) > 1 else name
-        lines.append([shown, f"{size:,}", *found, f"{updates:,}", f"{hours:,.2f}"])
+        lines.append([named(name, seeds), f"{size:,}", *found, f"{updates:,}", f"{hours:,.2f}"])
     return markdown(["model", "parameters", *columns, "updates", "hours"], lines)
 
 

@@ -11,17 +11,18 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from arguments import ROOT, Parser, Request, add_flags_of_data, add_flags_of_models, request_of, whole_number
+from arguments import ROOT, Parser, add_flags_of_data, add_flags_of_models, positive, request_of
 from commands import RecipeError, run, whole, write
 from data.pairs import LANGUAGES, OF_LANGUAGES, PAIRS, TARGET, PairData, sides
 from data.prepare import find, remove
+from evaluation import Evaluation
 from flags import label
 from model import Model, Models
 from recipe import STAGES, Recipe
-from start import ModelStart
 from tables import by_model, read_run, row_of, save
 
 # Columns of the table, by head.
@@ -53,44 +54,40 @@ def compose(arguments: list[str]) -> Recipe:
     parser.add_argument("--words", default="", help=hidden)  # flags of fairseq-preprocess
     parser.add_argument("--search", default="", help=hidden)  # flags of fairseq-generate
     average = "evaluate the mean of the last N checkpoints, not the best checkpoint"
-    parser.add_argument("--average", type=whole_number, metavar="N", help=average)
+    parser.add_argument("--average", type=positive, metavar="N", help=average)
     args = parser.parse(arguments)
     request = request_of(args)
-    models = Models(request.recipe, request.out)
-    chosen = models.chosen(args, request)
+    data = PairData(request.out, args.pairs, args.data, args.merges, args.words, args.any_text)
+    models = Models(request, data)
+    chosen = models.chosen(args)
     for path in (Path(f"{args.test}.{language}") for language in LANGUAGES if args.test):
         if not find(path):
             raise RecipeError(
                 f"--test PREFIX needs the files PREFIX.en and PREFIX.de (or .gz), and {path} does not exist."
             )
-    data = PairData(request.out, args.pairs, args.data, args.merges, args.words, args.any_text)
-    start = ModelStart(models.named, data.bin, ["--source", "fairseq-mt", "--vocabulary", data.bin], request.extra)
-    bleu = Bleu(data, request, args.search, args.average)
-    return Recipe(request, chosen, data, start, [bleu], BleuTable(request.out), evaluator="fairseq-generate")
+    bleu = Bleu(models, args.search, args.average)
+    report = partial(write_table, request.out)
+    return Recipe(models, chosen, [bleu], report, evaluator="fairseq-generate")
 
 
-class Bleu(NamedTuple):
+@dataclass(frozen=True)
+class Bleu(Evaluation):
     """The translation of valid and test, or of the user's test set, and its scores.
 
     search: flags of fairseq-generate; average: the number of averaged checkpoints, None: the best checkpoint.
     """
 
-    data: PairData
-    request: Request
     search: str = ""
     average: int | None = None
 
-    def check(self, models: Sequence[Model]) -> None:
-        """The recipe has checked the flags of the command line."""
-
     def evaluate(self, model: Model) -> None:
-        checkpoint, name = model.folder / "checkpoint_best.pt", label(self.request.evaluation_flags)
+        checkpoint, name = model.folder / "checkpoint_best.pt", label(self.flags)
         if self.average:
             checkpoint = model.folder / f"average_{self.average}.pt"
             if not checkpoint.exists():
                 write_mean(model.folder, self.average, checkpoint)
             name = f"average of {self.average} {name}".strip()
-        if test := self.request.test:
+        if test := self.models.request.test:
             own = f"own_{test.name}"
             self.translate(model, own, self.data.own_test(own, test, sides(test)), "test", checkpoint, name)
             return
@@ -101,7 +98,7 @@ class Bleu(NamedTuple):
         """Translate and score a split into NAME[ USED].json; scores of other flags (not the device's) are replaced."""
         path = model.folder / f"{name} {used}".strip()
         result, log, flags = (path.with_name(path.name + ending) for ending in (".json", ".log", ".flags"))
-        search = [*self.search.split(), *self.request.evaluation_flags]
+        search = [*self.search.split(), *self.flags]
         settings = shlex.join(flag for flag in search if flag != "--cpu")
         if result.exists() and flags.exists() and flags.read_text(encoding="utf-8").strip() == settings:
             print(f"{model.label} is evaluated already: {result}")
@@ -210,14 +207,10 @@ def score(log: Path, tokenized: Path, raw: Path | None, language: str) -> dict[s
 # The table.
 
 
-class BleuTable(NamedTuple):
-    """A line for each model that is scored, the mean of its seeds."""
-
-    out: Path
-
-    def write(self, models: Sequence[Model]) -> None:
-        if rows := [row for model in models if (row := read_row(model))]:
-            save(self.out, "table", rows, table(rows))
+def write_table(out: Path, models: Sequence[Model]) -> None:
+    """Write a line for each model that is scored, the mean of its seeds."""
+    if rows := [row for model in models if (row := read_row(model))]:
+        save(out, "table", rows, table(rows))
 
 
 def read_row(model: Model) -> dict[str, object]:

@@ -78,10 +78,7 @@ def packed(some):
         "position_ids": places,
         "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends,
-    } | {
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    } | {"max_length_q": longest, "max_length_k": longest}
 
 
 def with_adapters(model):

@@ -19,7 +19,7 @@ from support import jobs
 from support.command_server import run
 
 import fairseq_fwp
-from tests.convert import test_gpt2
+from tests.checkpoints.convert import test_gpt2
 
 SIZES = {"layers": "1", "embed-dim": "16", "ffn-embed-dim": "16", "attention-heads": "2"}
 SMALL = [word for name, value in SIZES.items() for word in (f"--decoder-{name}", value)]

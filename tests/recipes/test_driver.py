@@ -180,7 +180,7 @@ def test_the_best_value_of_valid_is_used_on_test(tmp_path, monkeypatch, test_all
 
     monkeypatch.setattr(evaluation, "score", score)
     way = evaluation.Way("rms", "--lr @", values=("1", "2"), test_all=test_all)
-    evaluation.evaluate(tmp_path, tmp_path, tmp_path, way, [])
+    evaluation.evaluate(tmp_path, tmp_path / "x.pt", prepare.Data(tmp_path), way, [])
     asked = {"valid rms 1", "valid rms 2", "test rms 2"} | ({"test rms 1"} if test_all else set())
     assert {path.stem for path in tmp_path.glob("*.json")} == asked
     assert evaluation.best(tmp_path, "rms") == "2"

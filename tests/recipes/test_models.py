@@ -9,11 +9,10 @@ import evaluation
 import fast_weight_layers
 import language_models
 import made_up
+import model as models
 import pytest
-import start as starts
 import translation
 from commands import CommandError, RecipeError
-from comparison import Comparison
 
 CONF = "arch: fwp_lm\ntask: language_modeling\n"
 MODELS = ("delta", "sum", "common", "grid/b", "grid/a", "local/base", "local/fwl", "xl/base", "xl/fwl", "wt103/xl")
@@ -72,15 +71,11 @@ REFUSED = [
     (language_models, "--models nosuch", "--models must be among delta, grid/a, grid/b, local/base,.*, got nosuch"),
     (language_models, "--models common", "--models must be among delta, grid/a, grid/b, local/base,.*, got common"),
     (language_models, "--conf conf/nosuch.yaml", "--conf must be conf/NAME.yaml, got conf/nosuch.yaml; names: delta, "),
-    (language_models, "--seeds 0", "--seeds: must be a whole number of at least 1, got '0'"),
+    (language_models, "--seeds 0", "--seeds: it must be an integer above 0, got '0'"),
     (language_models, "train --max-update x", "delta: fairseq-train refuses the flags: .*--max-update"),
     (language_models, "evaluate", "run the stage prepare first"),
     (language_models, "all --test none.txt", "--test needs the stage evaluate, got the stage all"),
-    (
-        language_models,
-        "evaluate --test none.txt",
-        "--test must be the name of a text file, got none.txt, which",
-    ),
+    (language_models, "evaluate --test none.txt", "--test must be the name of a text file, got none.txt, which"),
     (language_models, "evaluate --test .", "--test must be the name of a text file, got ., a folder"),
     (language_models, "prepare --data /nonexistent", "--data must be a folder, got /nonexistent"),
     (language_models, "prepare --any-text", "--data FOLDER must be given with --any-text"),
@@ -105,7 +100,7 @@ def test_wrong_arguments_are_one_line_and_nothing_is_written(start, tmp_path, ca
 
 def test_models_are_names_folders_or_files(start, recipe, tmp_path):
     def names(*words):
-        return [model.name for model in start(*words).models]
+        return [model.name for model in start(*words).chosen]
 
     assert names() == ["delta", "sum"]
     assert names("--models", "grid delta", "grid/a") == ["grid/b", "grid/a", "delta"]
@@ -117,15 +112,15 @@ def test_models_are_names_folders_or_files(start, recipe, tmp_path):
         (recipe / "grid.yaml").write_text(text)
         with pytest.raises(RecipeError, match=r"grid\.yaml must be like recipes/peps/grid\.yaml, got"):
             names("--models", "grid")
-    assert not start("prepare", settings=TEXT).models
+    assert not start("prepare", settings=TEXT).chosen
     with pytest.raises(RecipeError, match=r"--conf conf/NAME.yaml or --models NAME must be given"):
         start("train", settings=TEXT)
 
 
 def test_what_a_user_gives_wins_and_the_rest_goes_on(start):
     made = start("eval", "--models", "sum", "grid/a", "--stride", "1", "--cpu")
-    assert made.request.stage == "evaluate" and [model.name for model in made.models] == ["sum", "grid/a"]
-    assert made.request.extra == ["--stride", "1", "--cpu"] and start().request.stage == "all"
+    assert made.models.request.stage == "evaluate" and [model.name for model in made.chosen] == ["sum", "grid/a"]
+    assert made.models.request.extra == ["--stride", "1", "--cpu"] and start().models.request.stage == "all"
 
 
 def test_seeds_are_models_of_their_own_and_what_diverged_is_not_evaluated(start, done, tmp_path, monkeypatch):
@@ -137,8 +132,7 @@ def test_seeds_are_models_of_their_own_and_what_diverged_is_not_evaluated(start,
         (f"{name}/seed_{seed}", ["--arch", "fwp_lm", "--task", "language_modeling", "--seed", str(seed), "--lr", "1"])
         for name in ("delta", "sum") for seed in (1, 2)
     ]  # fmt: skip
-    monkeypatch.setattr(Comparison, "write", lambda self, models: evaluated.append("report"))
-    start("evaluate", "--seeds", "2").run()
+    start("evaluate", "--seeds", "2")._replace(write_table=lambda models: evaluated.append("report")).run()
     names = [f"sum/seed_{seed}/{split}.json" for seed in (1, 2) for split in ("valid", "test")]
     assert evaluated == [*(str(tmp_path / "out" / name) for name in names), "report"]
     with pytest.raises(RecipeError, match="sum is not trained: run the stage train first"):
@@ -161,22 +155,15 @@ def test_a_model_begins_with_another_one(start, done, recipe, tmp_path, monkeypa
         folder.mkdir(parents=True)
         (folder / "flags.txt").write_text("--arch fwp_lm --decoder-update-rule decay\n")
 
-    monkeypatch.setattr(starts, "run", run)
-    monkeypatch.setattr(starts, "refusal", lambda *_: None)  # the criterion has no --teacher
+    monkeypatch.setattr(models, "run", run)
+    monkeypatch.setattr(models, "refusal", lambda *_: None)  # the criterion has no --teacher
     with pytest.raises(RecipeError, match="sum must be trained first, because other models start from it"):
         start("train", "--models", "first").run()
     made_up.trained(out / "sum")
     start("train", "--models", "first second", "--seeds", "2").run()
     converted, best = out / "first/seed_2/converted", "checkpoint_best.pt"
-    command = [
-        "fwp-convert",
-        "--source",
-        "fwp-lm",
-        "--vocabulary",
-        str(out / "data/bin/dict.txt"),
-        str(out / "sum" / best),
-    ]
-    assert ran[1] == [*command, "--out", str(converted), "--decoder-update-rule", "decay"] and len(ran) == 2
+    command = f"fwp-convert --source fwp-lm --vocabulary {out}/data/bin/dict.txt {out}/sum/{best} --out {converted}"
+    assert ran[1] == [*command.split(), "--decoder-update-rule", "decay"] and len(ran) == 2
     architecture, own = ["--arch", "fwp_lm", "--decoder-update-rule", "decay"], ["--arch", "fwp_lm", "--task"]
     for (_, flags), begun in zip(done[1::2], (converted / "checkpoint.pt", out / "first/seed_2" / best), strict=True):
         assert flags[:7] == architecture + own and not {"--from", "--convert"} & {*flags}
@@ -186,13 +173,13 @@ def test_a_model_begins_with_another_one(start, done, recipe, tmp_path, monkeypa
 def test_a_model_that_is_not_converted_begins_with_the_best_checkpoint(start, recipe, tmp_path):
     (recipe / "conf" / "later.yaml").write_text(CONF + "from: sum\n")
     made_up.trained(tmp_path / "out" / "sum")
-    (model,) = (made := start("--models", "later")).models
+    (model,) = (made := start("--models", "later")).chosen
     flags = ["--arch", "fwp_lm", "--task", "language_modeling", "--finetune-from-model"]
-    assert made.start.flags(model) == [*flags, str(tmp_path / "out/sum/checkpoint_best.pt")]
+    assert made.models.flags(model) == [*flags, str(tmp_path / "out/sum/checkpoint_best.pt")]
 
 
 def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(starts, "run", lambda *words: Path(words[words.index("--out") + 1]).mkdir(parents=True))
+    monkeypatch.setattr(models, "run", lambda *words: Path(words[words.index("--out") + 1]).mkdir(parents=True))
     conf, convert = recipe / "conf" / "first.yaml", "convert: --decoder-update-rule decay\n"
     conf.write_text(CONF + convert)
     with pytest.raises(RecipeError, match=r"first\.yaml must have a model to convert: add a line `from: NAME`"):
@@ -202,16 +189,16 @@ def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
         start("train", "--models", "first").check()
     (recipe / "conf" / "shared.yaml").write_text("from: sum\n" + convert)
     conf.write_text(CONF + "include: shared.yaml\n")
-    (model,) = start("--models", "first").models
+    (model,) = start("--models", "first").chosen
     assert (model.origin, model.convert) == ("sum", "--decoder-update-rule decay")
     made_up.trained(tmp_path / "out" / "sum", diverged="at 3")
     with pytest.raises(RecipeError, match="sum must not have diverged, because other models start from it"):
-        start("--models", "first").start.converted(model)
+        start("--models", "first").models.converted(model)
     (tmp_path / "out" / "sum" / "diverged").unlink()
     made_up.trained(tmp_path / "out" / "sum")
-    assert start("--models", "first").start.converted(model).is_dir()
+    assert start("--models", "first").models.converted(model).is_dir()
     with pytest.raises(RecipeError, match=r"was made with other settings \(see .*conversion.txt\)"):
-        start("--models", "first").start.converted(model._replace(convert="--decoder-update-rule delta"))
+        start("--models", "first").models.converted(model._replace(convert="--decoder-update-rule delta"))
 
 
 # Texts.
@@ -221,8 +208,8 @@ def test_text_is_cut_into_pieces_once_and_for_one_source(start, text):
     given = ["prepare", "--data", text, "--lines", "10"]
     made = start(*given)
     made.run()
-    assert (made.data.folder / "bpe" / "test.txt").read_text().count("\n") == 10
-    assert (made.data.bin / "train.bin").exists() and (made.data.folder / "bpe" / "codes").exists()
+    assert (made.models.data.folder / "bpe" / "test.txt").read_text().count("\n") == 10
+    assert (made.models.data.bin / "train.bin").exists() and (made.models.data.folder / "bpe" / "codes").exists()
     start(*given).run()
     for words in (given[:3], [*given[:4], "9"]):
         with pytest.raises(RecipeError, match="was made with other settings"):
@@ -238,7 +225,7 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(start, t
     own.write_text("the  matrix reads \u2211\n")
 
     def prepare(path):
-        return start("evaluate", "--test", path).data.own_test("own_mine", path, [path])
+        return start("evaluate", "--test", path).models.data.own_test("own_mine", path, [path])
 
     for _ in range(2):  # the second is there already
         capsys.readouterr()
@@ -254,7 +241,7 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(start, t
             prepare(path)
     own.write_text("")
     with pytest.raises(RecipeError, match=r"--test must be a text of at least one line, got .*mine\.txt, which is"):
-        start("evaluate", "--test", own).data.own_test("own_empty", own, [own])
+        start("evaluate", "--test", own).models.data.own_test("own_empty", own, [own])
     assert not (tmp_path / "out/tests/own_empty").exists()
 
 
@@ -264,13 +251,13 @@ def test_the_command_line_replaces_the_way_of_reading(start, recipe, capsys):
         start("train").check()
     (recipe / "evaluation.yaml").write_text("'*': {window: --stride 1, blocks: --context-window 0}\n")
     made = start("evaluate", "--dynamic", "sgd", "--cpu")
-    ways = made.evaluations[0].ways_of(made.models[0])
+    ways = made.evaluations[0].ways_of(made.chosen[0])
     assert [way.label for way in ways] == ["window dynamic sgd", "blocks dynamic sgd"]
-    assert made.request.evaluation_flags == ["--dynamic", "sgd", "--cpu"]
+    assert made.models.request.evaluation_flags == ["--dynamic", "sgd", "--cpu"]
     made = start("evaluate", "--stride=8")
-    assert made.evaluations[0].ways_of(made.models[0]) == [evaluation.Way("stride=8", "")]
+    assert made.evaluations[0].ways_of(made.chosen[0]) == [evaluation.Way("stride=8", "")]
     assert "replaces the recipe's way of reading" in capsys.readouterr().out
-    assert start("all", "--lr", "1", "--cpu").request.evaluation_flags == ["--cpu"]
+    assert start("all", "--lr", "1", "--cpu").models.request.evaluation_flags == ["--cpu"]
 
 
 # Fast weight layers.
@@ -279,14 +266,14 @@ def test_the_command_line_replaces_the_way_of_reading(start, recipe, capsys):
 def test_a_layer_is_put_on_its_base(start, done, monkeypatch, tmp_path):
     made, ran = start("train", "--cpu", kind=fast_weight_layers), []
     monkeypatch.setattr(fast_weight_layers, "run", lambda *words: ran.append([*map(str, words)]))
-    assert [model.name for model in made.models] == ["local/base", "xl/base", "local/fwl", "xl/fwl"]
+    assert [model.name for model in made.chosen] == ["local/base", "xl/base", "local/fwl", "xl/fwl"]
     with pytest.raises(RecipeError, match=r"local/fwl needs .*base, which is not trained"):
-        made.train(made.models[2])
+        made.train(made.chosen[2])
     for index in (0, 2):
-        made.train(made.models[index])
+        made.train(made.chosen[index])
     start_of = str(tmp_path / "out" / "local" / "start.pt")
     assert ran[0][0] == "fwp-add-layer" and ran[0][-1] == start_of
-    flags = [*made.models[2].flags, "--cpu"]
+    flags = [*made.chosen[2].flags, "--cpu"]
     assert done == [("local/base", flags), ("local/fwl", [*flags, "--finetune-from-model", start_of])]
 
 
@@ -298,18 +285,18 @@ def test_a_sample_is_as_long_as_the_source_allows(start, tmp_path):
     folder.mkdir(parents=True)
     (folder / "flags.txt").write_text("--arch fwp_lm --tokens-per-sample 128 --attention-bias\n")
     recipes = [start("--corpus", corpus, kind=conversion) for corpus in ("peps", "wikitext103", "gpt2")]
-    found = [made.evaluations[0].tokens for made in recipes]
-    assert found == [512, 512, 128]
+    ways = [made.evaluations[0].ways()[0].flags for made in recipes]
+    assert ways == [f"--tokens-per-sample {length} --context-window 0" for length in (512, 512, 128)]
 
 
 def test_the_first_row_begins_with_the_source(start, done, recipe):
     (recipe / "conf" / "peps").mkdir()
     (recipe / "conf" / "peps" / "finetune.yaml").write_text("lr: 2\n")
     made = start("--rows", "softmax", "--lr", "1", kind=conversion)
-    source, plugin = made.data.converted, ["--user-dir", str(recipe / "mao_ablations")]
+    source, plugin = made.models.data.converted, ["--user-dir", str(recipe / "mao_ablations")]
     source.mkdir(parents=True)
     (source / "flags.txt").write_text("--arch fwp_lm\n")
-    made.train(made.models[0])
+    made.train(made.chosen[0])
     begun = ["--finetune-from-model", str(source / "checkpoint.pt")]
     assert done == [("softmax", ["--arch", "fwp_lm", "--lr", "2", *plugin, *begun, "--lr", "1"])]
 
@@ -323,13 +310,13 @@ def test_the_source_is_measured_even_if_no_row_is_softmax(start, tmp_path, monke
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
 
-    monkeypatch.setattr(conversion, "score", score)
+    monkeypatch.setattr(evaluation, "score", score)
     made = start("--corpus", "wikitext103", "--rows", "decay_m32", "decay_m64", kind=conversion)
-    for model in made.models:
+    for model in made.chosen:
         (model.folder / "converted").mkdir(parents=True)
         (model.folder / "conversion.txt").write_text(f"{model.origin} {model.convert}\n")
         made.evaluations[0].evaluate(model)
-    source, measures = Path("softmax/converted/checkpoint.pt"), made.evaluations[0].corpus.measures
+    source, measures = Path("softmax/converted/checkpoint.pt"), ["valid 0", "test 0", "test 480"]
     expected = [(source, measure) for measure in measures]
     for name in ("decay_m32", "decay_m64"):
         expected.append((Path(name, "converted", "checkpoint.pt"), measures[0]))
@@ -343,8 +330,9 @@ def test_what_is_just_converted_may_give_no_number(start, tmp_path, monkeypatch)
 
     monkeypatch.setattr(evaluation, "run", fail)
     made, out = start("--corpus", "wikitext103", kind=conversion), tmp_path / "out"
-    made.evaluations[0].measure(tmp_path / "x.pt", out / "converted", "valid 0")
-    assert (out / "converted" / "valid 0.json").read_text() == '{"perplexity": Infinity}\n'
+    measures, (way, *_) = made.evaluations[0], made.evaluations[0].ways()
+    measures.measure(out / "converted", out / "converted/checkpoint.pt", way)
+    assert (out / "converted" / "valid 0.json").read_text() == '{"perplexity": Infinity, "loss": Infinity}\n'
     with pytest.raises(RecipeError, match="it failed"):
-        made.evaluations[0].measure(tmp_path / "x.pt", out / "decay_m32", "valid 0")
+        measures.measure(out / "decay_m32", out / "decay_m32/checkpoint_best.pt", way)
     assert not (out / "decay_m32" / "valid 0.json").exists()

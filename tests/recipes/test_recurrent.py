@@ -2,6 +2,7 @@
 
 import json
 
+import made_up
 import pytest
 import recurrent
 from commands import RecipeError
@@ -32,7 +33,7 @@ def start(tmp_path):
 
     def compose(*words):
         folders = ["--model", tmp_path / "model", "--data", tmp_path / "text", "--out", tmp_path / "out"]
-        recipe = recurrent.ROOT / "recipes" / "recurrent"
+        recipe = made_up.RECIPES / "recurrent"
         return recurrent.compose([*map(str, ["--recipe", recipe, "--", *words, *folders])])
 
     return compose
@@ -52,7 +53,7 @@ def test_the_adapted_model_teaches_if_it_is_better(start, tmp_path, adapted, tea
     (tmp_path / "out" / "adapted" / "valid.json").unlink(missing_ok=True)
     if adapted:
         scored(tmp_path / "out" / "adapted", valid=adapted)
-    stages = recipe.start
+    stages = recipe.models
     attention, distribution, words = (stages.named(name, None) for name in ("attention", "distribution", "words"))
     assert attention.origin == teacher == stages.teacher(attention) == stages.teacher(distribution)
     assert (distribution.origin, words.origin, stages.teacher(words)) == ("attention", "distribution", "")
@@ -60,7 +61,7 @@ def test_the_adapted_model_teaches_if_it_is_better(start, tmp_path, adapted, tea
 
 
 def test_every_seed_has_all_trainings(start):
-    models = start("--seeds", "2").models
+    models = start("--seeds", "2").chosen
     assert [(model.name, model.seed) for model in models] == [
         (name, seed) for seed in (1, 2) for name in recurrent.SHARES
     ]
@@ -68,22 +69,22 @@ def test_every_seed_has_all_trainings(start):
 
 
 def test_a_trial_decides_the_number_of_updates_once(start, tmp_path, monkeypatch):
-    stages, rates = start("--minutes", "10").start, [2.0]
+    stages, rates = start("--minutes", "10").models, [2.0]
     monkeypatch.setattr(stages, "rate", lambda model, flags: rates.pop())
     model = stages.named("distribution", None)
     for _ in range(2):  # the second time the plan is read
         flags = stages.updates(model, [])
         assert flags[:4] == ["--max-update", "660", "--warmup-updates", "33"]
     with pytest.raises(RecipeError, match=r"was made with other settings .*, which differ in --minutes"):
-        start("--minutes", "11").start.updates(model, [])
-    assert start("--max-update", "3").start.updates(model, []) == []
+        start("--minutes", "11").models.updates(model, [])
+    assert start("--max-update", "3").models.updates(model, []) == []
 
 
 def test_the_table_compares_with_the_source(start, tmp_path):
     recipe = start()
     scored(tmp_path / "out" / "source", test=1.0)
     scored(tmp_path / "out" / "attention" / "converted", test=3.0)
-    rows = [row for model in [None, *recipe.models] for row in recipe.table.rows_of(model)]
+    rows = [row for model in [None, *recipe.chosen] for row in recurrent.rows_of(recipe.models.data, model)]
     lines = recurrent.table(rows)
     assert lines[2:] == [
         "| source | 7 | 1.0000 | 1.0000 | 2.000 | 100.0 % | - | - |",
@@ -91,7 +92,7 @@ def test_the_table_compares_with_the_source(start, tmp_path):
     ]
     scored(tmp_path / "out" / "distribution", valid=1.2)
     scored(tmp_path / "out" / "words", valid=1.1)
-    assert recipe.table.best(recipe.models).name == "words"
+    assert recurrent.best_of(recipe.models.data, recipe.chosen).name == "words"
 
 
 def test_tokens_that_the_source_cannot_know_choose_no_model(start, tmp_path):
@@ -102,8 +103,8 @@ def test_tokens_that_the_source_cannot_know_choose_no_model(start, tmp_path):
         scored(tmp_path / "out" / name, valid=first + loss, test=first + loss)
         for split in ("valid", "test"):
             (tmp_path / "out" / name / f"{split}.tsv").write_text(table)
-        rows[name] = recipe.table.rows_of(recipe.start.named(name, None))[0]
-    assert recipe.table.best(recipe.models).name == "distribution"
+        rows[name] = recurrent.rows_of(recipe.models.data, recipe.models.named(name, None))[0]
+    assert recurrent.best_of(recipe.models.data, recipe.chosen).name == "distribution"
     assert (rows["words"]["loss"], rows["words"]["counted"]) == (2.2, 1.2)
 
 
@@ -116,8 +117,8 @@ def test_the_folder_holds_the_best_model(start, tmp_path, monkeypatch):
         (words[-1] / "of").write_text(str(words[-5].relative_to(tmp_path / "out")))
 
     def publish(*words):
-        table = start(*words).table
-        folder = table.publish(table.best(start(*words).models))
+        recipe = start(*words)
+        folder = recurrent.publish(recipe.models.data, recurrent.best_of(recipe.models.data, recipe.chosen))
         return (folder / "of").read_text()
 
     monkeypatch.setattr(recurrent, "run", convert)
@@ -149,7 +150,7 @@ def test_a_text_of_other_words_is_refused(tmp_path, log, says):
 @looped(
     "words, says",
     [
-        (["--source", "gpt2", "--minutes", "0"], "--minutes: must be a whole number of at least 1, got '0'"),
+        (["--source", "gpt2", "--minutes", "0"], "--minutes: it must be an integer above 0, got '0'"),
         (["--unscored", "2"], "--lines must be given with --unscored, which leaves out the first tokens of each line"),
         (["evaluate"], "must have a source, got none: run the stage prepare first"),
         (["--rule", "nonsense"], "the new attention cannot be: "),
@@ -163,8 +164,7 @@ def test_refusals(start, capsys, words, says):
 
 
 @looped(
-    "config, says",
-    [(None, "which has no config.json"), ('{"model_type": "t5"}', "must be one of gpt2, llama, .*'t5'")],
+    "config, says", [(None, "which has no config.json"), ('{"model_type": "t5"}', "must be one of gpt2, llama, .*'t5'")]
 )
 def test_models_that_are_refused(tmp_path, config, says):
     if config:
@@ -219,14 +219,14 @@ def test_a_conversion_is_that_of_its_settings(start, tmp_path, monkeypatch):
     converted = []
     monkeypatch.setattr(recurrent, "run", lambda *words: converted.append(words))
     with pytest.raises(RecipeError, match=r"train\.txt is missing: the folder must have train, valid and test"):
-        start().data.convert()
+        start().models.data.convert()
     for split in ("train", "valid", "test"):
         (tmp_path / "text" / f"{split}.txt").write_text("1 2\n")
     for _ in range(2):
-        start().data.convert()
+        start().models.data.convert()
     with pytest.raises(RecipeError, match="was made with other settings"):
-        start("--end", "3").data.convert()
+        start("--end", "3").models.data.convert()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
     with pytest.raises(RecipeError, match="was made with other settings"):
-        start().data.convert()
+        start().models.data.convert()
     assert len(converted) == 2

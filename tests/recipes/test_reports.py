@@ -118,6 +118,7 @@ def make_conversions(out):
         made_up.result(out / "softmax", measure, ppl - 1, state_size=1000)
         more = 0.012345 if measure == "valid 0" else 0
         made_up.result(out / "decay", measure, ppl * 1.25 + more, state_size=8)
+    (out / "softmax" / "converted" / "flags.txt").write_text("--arch fwp_lm --tokens-per-sample 128\n")
     made_up.result(out / "decay" / "converted", "valid 0", 4e9, state_size=8)
     made_up.result(out / "delta" / "converted", "valid 0", float("inf"), state_size=8)
 

@@ -12,7 +12,7 @@ import zipfile
 import pytest
 import zstandard
 from commands import RecipeError
-from data import gpt2_bpe, peps, pile, stdlib, texts
+from data import peps, pile, stdlib, texts, tokens
 from data.fetch import Archive
 from data.prepare import SPLITS
 from made_up import LINE
@@ -174,8 +174,6 @@ MERGES = "#version: 0.2\na b\nĠ ab\n"
 
 
 def write_vocabulary(folder, names=("vocab.json", "merges.txt"), vocabulary=VOCABULARY, words=None):
-    import json
-
     folder.mkdir(exist_ok=True)
     (folder / names[0]).write_text(json.dumps(vocabulary))
     (folder / names[1]).write_text(MERGES)
@@ -184,14 +182,17 @@ def write_vocabulary(folder, names=("vocab.json", "merges.txt"), vocabulary=VOCA
     return folder
 
 
-@pytest.mark.parametrize("names", gpt2_bpe.NAMES)
+def write_tokens(model, folder):
+    tokens.write(folder / "raw.txt", folder / "out", tokens.read_gpt2(model), by_lines=False)
+
+
+@pytest.mark.parametrize("names", tokens.GPT2)
 def test_raw_text_becomes_tokens_a_document_a_line(tmp_path, names):
     folder = write_vocabulary(tmp_path / "model", names)
     (tmp_path / "raw.txt").write_text("ab ab\nc\n<|endoftext|>\nab\n")
-    assert gpt2_bpe.encode(folder, tmp_path / "raw.txt", tmp_path / "out") == 5
-    numbers = VOCABULARY
-    first = [numbers["ab"], numbers["Ġab"], numbers["\u010a"], numbers["c"]]
-    assert (tmp_path / "out").read_text() == f"{' '.join(map(str, first))}\n{numbers['ab']}\n"
+    write_tokens(folder, tmp_path)
+    first = [VOCABULARY[piece] for piece in ("ab", "Ġab", "\u010a", "c")]
+    assert (tmp_path / "out").read_text() == f"{' '.join(map(str, first))}\n{VOCABULARY['ab']}\n"
 
 
 @pytest.mark.parametrize(
@@ -206,10 +207,10 @@ def test_a_vocabulary_of_another_model_is_refused(tmp_path, more, text, said):
     folder = write_vocabulary(tmp_path / "model", **more)
     (tmp_path / "raw.txt").write_text(text)
     with pytest.raises(RecipeError, match=said):
-        gpt2_bpe.encode(folder, tmp_path / "raw.txt", tmp_path / "out")
+        write_tokens(folder, tmp_path)
     assert not (tmp_path / "out").exists()
     with pytest.raises(RecipeError, match=r"must have vocab.json and merges.txt, or encoder.json and vocab.bpe"):
-        gpt2_bpe.encode(tmp_path, tmp_path / "raw.txt", tmp_path / "out")
+        tokens.read_gpt2(tmp_path)
 
 
 # The Pile.
@@ -229,7 +230,7 @@ def test_the_pile_is_read_as_it_is_distributed(tmp_path):
     pack(tmp_path / "val.jsonl.zst", lines[3])
     assert [len(pile.files(tmp_path, split)) for split in ("train", "valid", "test")] == [2, 1, 0]
     pile.write(pile.files(tmp_path, "train"), tmp_path / "train.txt")
-    assert list(gpt2_bpe.documents(tmp_path / "train.txt")) == documents
+    assert list(tokens.documents(tmp_path / "train.txt")) == documents
 
 
 @pytest.mark.parametrize("text", ["no JSON\n", '{"body": "a"}\n', "[1]\n"])

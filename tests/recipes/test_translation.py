@@ -198,7 +198,7 @@ def test_multi30k_is_prepared_once_and_a_test_set_of_ones_own_is_scored(tmp_path
         prepared(tmp_path, "prepare", "--data", tmp_path).run()
     made_up.write_pairs(tmp_path / "mine", 5)
     made = prepared(tmp_path, "evaluate", "--test", tmp_path / "mine", "--lenpen", "2", "--cpu")
-    made_up.trained(made.models[0].folder)
+    made_up.trained(made.chosen[0].folder)
     ran, run = [], translation.run
 
     def generate(*words, log=None):

@@ -213,15 +213,19 @@ PAIRS = {
 class PairData(Data):
     """The data of a recipe of translation.
 
-    name: that of its text; own_folder: that of --data, if any; merges: of BPE; words: flags of fairseq-preprocess;
+    name: that of its text; own_folder: that of --data, if any; merges: of BPE; vocabulary: flags of fairseq-preprocess;
     any_text: accept another text than the recipe's.
     """
 
     name: str
     own_folder: Path | None
     merges: int
-    words: str
+    vocabulary: str
     any_text: bool
+
+    @property
+    def conversion(self) -> list[object]:
+        return ["--source", "fairseq-mt", "--vocabulary", self.bin]
 
     def settings(self) -> str:
         if not self.own_folder and self.folder.is_dir():
@@ -237,7 +241,7 @@ class PairData(Data):
         if not (work / "bpe").is_dir():
             self.cut_into_pieces(work)
         prefixes = [word for split in SPLITS for word in (f"--{split}pref", work / "bpe" / split)]
-        words = ("--joined-dictionary", *prefixes, "--workers", os.cpu_count(), *self.words.split())
+        words = ("--joined-dictionary", *prefixes, "--workers", os.cpu_count(), *self.vocabulary.split())
         preprocess(work / "bin", *OF_LANGUAGES, *words)
         for split in ("valid", "test"):  # scores are of words: undo BPE
             pieces = (work / "bpe" / f"{split}.{TARGET}").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from commands import RecipeError
 
-from data.gpt2_bpe import MARK
+from data.tokens import MARK
 
 NAMES = {"train": ("train/*.jsonl.zst", "train.jsonl.zst"), "valid": ("val.jsonl.zst",), "test": ("test.jsonl.zst",)}
 

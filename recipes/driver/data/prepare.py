@@ -32,6 +32,26 @@ class Data:
         """The folder that fairseq-preprocess writes."""
         return self.folder / "bin"
 
+    @property
+    def words(self) -> Path | None:
+        """The folder of the files that fairseq-preprocess has read, whose words fwp-eval-lm must score, if any."""
+        return None
+
+    @property
+    def converted(self) -> Path | None:
+        """The folder of the softmax model that is called `source`, as fwp-convert wrote it, if there is one."""
+        return None
+
+    @property
+    def results(self) -> Path | None:
+        """The folder of the results of that model."""
+        return self.converted
+
+    @property
+    def conversion(self) -> list[object]:
+        """Flags of fwp-convert for models that are trained on the data."""
+        return ["--source", "fwp-lm", "--vocabulary", self.bin / "dict.txt"]
+
     def settings(self) -> str:
         """Return the source of the data in words; empty if existing data are always used."""
         raise NotImplementedError

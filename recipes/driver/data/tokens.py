@@ -1,15 +1,21 @@
-"""Raw text as numbers of a published model's tokens, and back, by the files of its folder."""
+"""Raw text as numbers of a published model's tokens, a line or a document a line, and back, by the files of its folder.
 
+In raw text a line <|endoftext|> separates two documents; everything else is text, line ends included.
+fairseq-preprocess ends each line of the result with </s>, which stands for that mark.
+"""
+
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from commands import RecipeError, whole
 
-from data import gpt2_bpe
 from data.prepare import read_lines
 
-NAMES, TOKENIZER = "vocab.txt", "tokenizer.json"
+NAMES, TOKENIZER, MARK = "vocab.txt", "tokenizer.json", "<|endoftext|>"
+# GPT-2's vocabulary, as Hugging Face names it, or OpenAI and fairseq.
+GPT2 = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
 
 
 class Tokenizer(NamedTuple):
@@ -25,10 +31,7 @@ def read(folder: Path) -> Tokenizer | None:
         return None
     if (file := folder / TOKENIZER).is_file():
         return read_tokenizer(file)
-    if any((folder / vocabulary).is_file() for vocabulary, _ in gpt2_bpe.NAMES):
-        encoder = gpt2_bpe.read_encoder(folder)
-        return Tokenizer(encoder.encode, encoder.decode)
-    return None
+    return read_gpt2(folder) if any((folder / vocabulary).is_file() for vocabulary, _ in GPT2) else None
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
@@ -44,6 +47,36 @@ def read_tokenizer(file: Path) -> Tokenizer:
     loaded.no_truncation()  # a text is read whole, whatever was saved with the tokenizer
     loaded.no_padding()
     return Tokenizer(lambda text: loaded.encode(text, add_special_tokens=False).ids, loaded.decode)
+
+
+def read_gpt2(folder: Path) -> Tokenizer:
+    """Return fairseq's tokenizer of GPT-2. Raises RecipeError without its files, or if its model has fewer tokens."""
+    from fairseq.data.encoders.gpt2_bpe_utils import get_encoder  # here: --help must work without fairseq
+
+    pairs = ([folder / name for name in pair] for pair in GPT2)
+    vocabulary, merges = next((pair for pair in pairs if all(map(Path.is_file, pair))), (None, None))
+    if vocabulary is None:
+        raise RecipeError(f"{folder} must have {' and '.join(GPT2[0])}, or {' and '.join(GPT2[1])}")
+    try:
+        encoder = get_encoder(str(vocabulary), str(merges))
+        last = max(encoder.encoder.values())
+    except (ValueError, AttributeError, TypeError) as error:
+        raise RecipeError(f"{vocabulary} and {merges.name} must be a vocabulary of GPT-2: {error}") from error
+    config = folder / "config.json"
+    words = json.loads(config.read_text(encoding="utf-8"))["vocab_size"] if config.is_file() else last + 1
+    if last >= words:
+        raise RecipeError(f"tokens of {vocabulary} must have numbers below {words}, the words of {config}, got {last}")
+
+    def encode(text: str) -> Sequence[int]:
+        try:
+            return encoder.encode(text)
+        except KeyError as error:
+            both = "take both files of one model"
+            raise RecipeError(
+                f"the merges in {folder} must make only words of its vocabulary, got {error}: {both}"
+            ) from error
+
+    return Tokenizer(encode, encoder.decode)
 
 
 def write(text: Path, out: Path, tokenizer: Tokenizer | None, by_lines: bool, end: str | None = None) -> None:
@@ -66,7 +99,19 @@ def write(text: Path, out: Path, tokenizer: Tokenizer | None, by_lines: bool, en
 
 def pieces(text: Path, tokenizer: Tokenizer | None, by_lines: bool) -> Iterator[str]:
     """Yield the lines of a text that are not empty, or its documents. Of tokens, a line is a document."""
-    if by_lines or tokenizer is None:
-        yield from filter(None, read_lines(text))
-    else:
-        yield from gpt2_bpe.documents(text)
+    by_lines = by_lines or tokenizer is None
+    yield from filter(None, read_lines(text)) if by_lines else documents(text)
+
+
+def documents(text: Path) -> Iterator[str]:
+    """Yield the documents of a raw text, without the line end before a mark."""
+    lines: list[str] = []
+    with text.open(encoding="utf-8", newline="") as file:
+        for line in file:
+            if line.rstrip("\r\n") == MARK:
+                yield "".join(lines).removesuffix("\n")
+                lines = []
+            else:
+                lines.append(line)
+    if lines:
+        yield "".join(lines).removesuffix("\n")
