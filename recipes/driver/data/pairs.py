@@ -7,7 +7,8 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import Pool
+from multiprocessing import Pool as make_pool
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,9 +44,7 @@ def copy(
         found = read = read_pairs(prefixes)
         if tokenized:
             pieces = iter(lambda: list(itertools.islice(read, LINES_A_PIECE)), [])
-            # A recipe makes SIGTERM an exception, which a process that begins to wait for a lock may never see.
-            pool = stack.enter_context(Pool(initializer=signal.signal, initargs=(signal.SIGTERM, signal.SIG_DFL)))
-            found = itertools.chain.from_iterable(pool.imap(tokenize, pieces))
+            found = itertools.chain.from_iterable(stack.enter_context(start_pool()).imap(tokenize, pieces))
         files = [stack.enter_context(open(f"{out}.{language}", "w", encoding="utf-8")) for language in LANGUAGES]
         for pair in found:
             lengths = [len(text.split()) for text in pair]
@@ -65,6 +64,24 @@ def copy(
     if not kept:
         raise RecipeError(f"{out.name} has no pairs" + (f": all {left_out:,} were left out." if left_out else "."))
     print(f"{out.name}: {kept:,} pairs" + (f", {left_out:,} left out" if left_out else ""))
+
+
+def start_pool() -> Pool:
+    """Return processes that SIGTERM ends at any time.
+
+    A recipe makes it an exception, which a process that begins to wait for a lock may never see. So it waits until the
+    process has the usual action again: before that, Python would take the signal, and drop it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        return make_pool(initializer=_end_at_sigterm)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def _end_at_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def sides(prefix: Path) -> list[Path]:
