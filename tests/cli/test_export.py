@@ -165,6 +165,7 @@ def test_beam_search_is_that_of_fairseq(models, text, size):
         assert points == pytest.approx(hypothesis["score"].item(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_greedy_search_scores_and_eight_bits(models, folder, capsys):
     ours, _, _ = models
     given = ours.begin("w1")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.update_rules import unit_length
+from fairseq_fwp.modules.update_rules import to_unit_length
 from fairseq_fwp.ops.projection import Layout, Part
 
 # The map's name in the package, and its arguments.
@@ -35,8 +35,8 @@ NORMS = {
     "sum": (SumNormalization(1e-6), {"norm": "sum", "epsilon": 1e-6}),
     "sum and epsilon": (SumNormalization(0.01, add_epsilon=True), {"norm": "sum", "epsilon": 0.01, "adds": True}),
     "small sums": (SumNormalization(30.0), {"norm": "sum", "epsilon": 30.0}),
-    "length": (unit_length, {"norm": "length", "epsilon": 1e-12}),
-    "length and epsilon": (lambda y: unit_length(y, 0.01), {"norm": "length", "epsilon": 0.01, "adds": True}),
+    "length": (to_unit_length, {"norm": "length", "epsilon": 1e-12}),
+    "length and epsilon": (lambda y: to_unit_length(y, 0.01), {"norm": "length", "epsilon": 0.01, "adds": True}),
 }
 CASES = [
     (name, norm) for name, norm in product(MAPS, NORMS) if FEATURE_MAPS[MAPS[name][0]].positive or "sum" not in norm

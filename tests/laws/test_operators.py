@@ -107,7 +107,9 @@ def test_the_kernel_equals_the_loop(rule, form, device):
         assert equal(given, before), case
 
 
-@every_rule
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=pytest.mark.slow if "product_with" in rule else ()) for rule in RULES]
+)
 @every_form
 def test_error_is_at_most_twice_that_of_the_loop(rule, form):
     """Errors are measured against float64 on the same rounded inputs; a plain running sum would be less accurate."""

@@ -370,6 +370,7 @@ def test_a_table_may_have_more_rows_than_the_vocabulary_has_words(folder):
     assert dictionary.symbols[-2:] == ["V", "28"] and dictionary.eos_word == "</s>"
 
 
+@pytest.mark.slow
 @looped("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
     """A softmax model of half-precision weights has their logits, and fast weights can replace its attention."""

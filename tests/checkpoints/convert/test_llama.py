@@ -211,6 +211,7 @@ def test_layers_by_divergence(folder, tmp_path):
     assert sorted(kinds) == ["FastWeightAttention"] * 2 + ["SoftmaxAttention"]
 
 
+@pytest.mark.slow
 @looped("case, flags", [
     ("llama, one head of keys", GATED_DELTA), ("mistral, window", CONVERSIONS[1]), ("qwen3", CONVERSIONS[1]),
 ])  # fmt: skip
