@@ -27,7 +27,8 @@ from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention, SequenceAttention, SourceMemory
 from fairseq_fwp.modules.attention.base import AnyAttention
 from fairseq_fwp.modules.attention.fast_weight import FastWeightState
-from fairseq_fwp.modules.attention.softmax import KeyValueCache, KeyValueMemory
+from fairseq_fwp.modules.attention.hybrid import Hybrid
+from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
 from fairseq_fwp.modules.positions import CountedPositions
 from fairseq_fwp.ops import convolution, recurrent_delta
 from fairseq_fwp.ops.fast_weights import Inputs, reference_of
@@ -87,10 +88,9 @@ def _windows(
     """Return the state of a decoder with the keys and values of its windows changed: change(window, these)."""
 
     def of_layer(attention: AnyAttention, of_its_layer: object) -> object:
-        memory = getattr(attention, "memory", None)
-        if not isinstance(memory, KeyValueMemory) or memory.window is None:
+        if not isinstance(attention, SoftmaxAttention | Hybrid) or attention.memory.window is None:
             return of_its_layer
-        window = memory.window
+        window = attention.memory.window
 
         def is_window(part: object) -> bool:
             return isinstance(part, _Window | KeyValueCache)
