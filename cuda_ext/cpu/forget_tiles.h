@@ -14,7 +14,8 @@
 #pragma once
 
 #include "amx.h"
-#include "forget_chunk.h"
+#include "forget_chunk_backward.h"
+#include "forget_chunk_forward.h"
 
 namespace fwp {
 
@@ -22,10 +23,10 @@ template <Fades fades, Erases erases>
 class ForgetTiles {
  public:
   using Number = float;
-  using Chunk = ForgetChunk<float, fades, erases>;
-  using BackwardChunk = ForgetChunk<float, Fades::kKey, erases>;
+  using Chunk = ForgetChunkForward<float, fades, erases>;
+  using BackwardChunk = ForgetChunkBackward<float, Fades::kKey, erases>;
   using In = typename Chunk::In;
-  using Gradients = typename Chunk::Gradients;
+  using Gradients = typename BackwardChunk::Gradients;
   static constexpr int64_t kTokens = kProductSide;   // of a chunk
   static constexpr int64_t kColumns = kProductSide;  // of a panel of values
   static constexpr bool kErases = erases == Erases::kKey, kByKey = fades == Fades::kKey;
@@ -50,12 +51,11 @@ class ForgetTiles {
   }
 
   static int64_t scratch_size(int64_t keys, int64_t values) {
-    const int64_t steps = round_up(keys, kProductSide) / kProductSide, row = padded<float>(round_up(values, kColumns));
-    return (3 * steps * kProductSide + 2) * row + padded<float>(steps * kProductSide) + (18 * steps + 8 * 4) * kTile +
-           (13 + 3 * steps) * kBlock + (1 + kByKey) * Chunk::scratch_size(keys, values);
+    return numbers_taken(ForgetTiles(keys, values, nullptr).for_chunk_) +
+           std::max((1 + kByKey) * Chunk::scratch_size(keys, values), BackwardChunk::scratch_size(keys, values));
   }
 
-  // As ForgetChunk::forward.
+  // As ForgetChunkForward::forward.
   void forward(const TileUnit& unit, int64_t length, const In& in, Matrix<const float> initial, const Stored<float>& out,
                const Stored<float>& retrieved, Tokens<float> kept, Matrix<float> final) {
     unit_ = &unit, in_ = in, out_ = out, retrieved_ = retrieved, empty_ = !initial.data;
@@ -72,7 +72,7 @@ class ForgetTiles {
     unit.release();
   }
 
-  // As ForgetChunk::backward.
+  // As ForgetChunkBackward::backward.
   void backward(const TileUnit& unit, int64_t length, const In& in, Matrix<const float> initial,
                 Tokens<const float> retrieved, Tokens<const float> kept, const Stored<float>& d_out,
                 Matrix<const float> d_final, const Gradients& to, Matrix<float> d_initial) {
@@ -131,9 +131,9 @@ class ForgetTiles {
   float so_far_[kTokens], weight_[kTokens], rate_[kTokens];  // c_t, w_t, b_t
   float* for_chunk_;
 
-  static float* take_blocks(float*& scratch, int64_t count) { return std::exchange(scratch, scratch + count * kBlock); }
+  static float* take_blocks(float*& scratch, int64_t count) { return std::exchange(scratch, address(scratch, count * kBlock)); }
   static FactorTile* take_tiles(float*& scratch, int64_t count) {
-    return reinterpret_cast<FactorTile*>(std::exchange(scratch, scratch + count * kTile));
+    return reinterpret_cast<FactorTile*>(std::exchange(scratch, address(scratch, count * kTile)));
   }
   static Parts take_parts(float*& scratch, int64_t count) {
     return {take_tiles(scratch, count), take_tiles(scratch, count)};

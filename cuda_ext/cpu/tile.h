@@ -47,8 +47,13 @@ FWP_INLINE int64_t padded(int64_t columns) {
 template <typename A>
 FWP_INLINE Tokens<A> take(A*& scratch, int64_t rows, int64_t columns) {
   const Tokens<A> x{scratch, padded<A>(columns)};
-  scratch += rows * x.stride;
+  scratch = address(scratch, rows * x.stride);
   return x;
+}
+// What has been taken from a scratch that began as null, only to count it.
+template <typename A>
+int64_t numbers_taken(const A* scratch) {
+  return reinterpret_cast<uintptr_t>(scratch) / sizeof(A);
 }
 
 template <typename A>

@@ -188,7 +188,8 @@ class AdaptiveSoftmax(nn.Module):
                 logits.append(None)
                 targets.append(None)
                 continue
-            tail = self._words(index + 1, features[rows], clusters)
+            # Not features[rows]: on a GPU its gradient sorts the rows, of which each is only once here.
+            tail = self._words(index + 1, features.index_select(0, rows), clusters)
             logits.append(F.pad(tail, (self.tail_offset, 0), value=-torch.inf))
             targets.append(target[rows] - self.bounds[index + 1] + self.tail_offset)
         return logits, targets

@@ -52,8 +52,9 @@ def draw_words(words, count):
 
 
 def sample(words, sequences, length):
-    """Return a batch as fairseq's task for language models makes it."""
-    tokens = torch.randint(SPECIAL, words, (sequences, length + 1), generator=torch.Generator().manual_seed(2))
+    """Return a batch as fairseq's task for language models makes it. Word r has a share of 1 / r, about as in a text."""
+    exponents = torch.rand(sequences, length + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    tokens = SPECIAL - 1 + ((words - SPECIAL) ** exponents).long()
     return {
         "id": torch.arange(sequences),
         "nsentences": sequences,

@@ -1,7 +1,6 @@
 // The passes of rules that forget, on CPU tensors. forget.cpp and retrieve.cpp compile them.
 #pragma once
 
-#include "../../cpu/forget_chunk.h"
 #include "../../cpu/forget_square.h"
 #include "../../cpu/forget_tiles.h"
 #include "passes.h"
@@ -264,7 +263,10 @@ void run_chunks(const Pass& pass, F run) {
   if constexpr (in_tiles && std::is_same_v<A, float>)
     if (pass.in.q.item == sizeof(BFloat16) && pass.size.L > 1)
       if (const TileUnit* unit = TileUnit::chosen()) return run(std::type_identity<ForgetTiles<fades, erases>>{}, *unit);
-  run(std::type_identity<ForgetChunk<A, !forward && fades == Fades::kHead ? Fades::kKey : fades, erases>>{});
+  if constexpr (forward)
+    run(std::type_identity<ForgetChunkForward<A, fades, erases>>{});
+  else
+    run(std::type_identity<ForgetChunkBackward<A, fades == Fades::kHead ? Fades::kKey : fades, erases>>{});
 }
 
 template <Fades fades, Erases erases>
