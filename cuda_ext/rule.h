@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-// Symbols, in all kernels and in README.md. Small letters are of one token t, capital ones of all tokens of a chunk, in rows.
+// Symbols, in all kernels, cpu.md and cuda.md. Small letters are of one token t, capital ones of all tokens of a chunk, in rows.
 //
 //   W      the state, Dk x Dv              q, k, v   query, key and value
 //   a, z   the decays along the keys and along the values; by head, a is one number

@@ -11,7 +11,7 @@ from support.pairwise import looped
 ROOT = Path(__file__).parent.parent
 CODE = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ("fairseq_fwp", "recipes")}
 KERNELS = [path for suffix in ("h", "cpp", "cuh", "cu") for path in sorted((ROOT / "cuda_ext").rglob(f"*.{suffix}"))]
-GUIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "cuda_ext" / "README.md", *(ROOT / "docs").glob("*.md")]
+GUIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "cuda_ext").glob("*.md"), *(ROOT / "docs").glob("*.md")]
 LONGEST_SENTENCE = 30
 # Words to avoid, and what to write instead. Code in backticks and flags are not checked.
 WORDS = {

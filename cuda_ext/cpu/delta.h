@@ -1,4 +1,4 @@
-// The delta rule on one block of columns. ../README.md derives the backward pass. It stores no states and undoes no
+// The delta rule on one block of columns. ../cpu.md derives the backward pass. It stores no states and undoes no
 // writes. The gradients of queries and keys need W_t, which the saved errors e_t rebuild, in forward order.
 #pragma once
 

@@ -3,7 +3,7 @@
 //   The error is   e_t   = v_t - sum over s < t of N_ts u_s,
 //   the write is   u_t   = b_t e_t,
 //   the output is  out_t = sum over s <= t of S_ts u_s.
-// Only the last state is computed. ../README.md derives the backward pass.
+// Only the last state is computed. ../cpu.md derives the backward pass.
 // Each sum runs only over the tokens that the rule allows, so nothing is masked by multiplying with zero.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Rules that forget, on one block of columns. ../rule.h has the symbols.
-// ../README.md derives the backward pass. Forgetting cannot be undone. So the forward pass keeps the state after every
+// ../cpu.md derives the backward pass. Forgetting cannot be undone. So the forward pass keeps the state after every
 // kKeptEvery tokens, and the backward pass rebuilds the states in between, a few rows at a time.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Rules that forget, on chunks of kChunkTokens tokens. Between chunks the state moves once, by products of matrices;
-// inside a chunk the tokens see each other in quadratic form. ../README.md derives both passes.
+// inside a chunk the tokens see each other in quadratic form. ../cpu.md derives both passes.
 //
 // A writer is a sequence of keys x_s with values m_s: the keys of the rule, and those of a removal, whose values are
 // -e_s. With X_ts = x_s * F_ts (../rule.h has the symbols),

@@ -6,7 +6,7 @@
 //
 // Values are exact in bfloat16, and so are queries and keys, unless they fade by key before their products. All other
 // factors are sums of two such numbers, of whose products only that of the lower parts is left out. So the error of W is
-// below 1e-5, and that of out its own rounding. ../README.md derives the backward pass.
+// below 1e-5, and that of out its own rounding. ../cpu.md derives the backward pass.
 //
 // Tokens are padded with zeros, and what a token must not see is multiplied by zero. So a number that is not finite would
 // reach earlier tokens: from its token on, a chunk is left to ForgetChunk, and its whole backward pass. The first token of

@@ -1,5 +1,5 @@
 // The sum rule on one block of columns. Its three backward passes are the same scan with exchanged arguments: see
-// ../README.md. ../rule.h has the symbols.
+// ../cpu.md. ../rule.h has the symbols.
 //
 //     for t in range(L):
 //         W += outer(k[t], v[t])

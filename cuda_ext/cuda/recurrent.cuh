@@ -1,4 +1,4 @@
-// All rules: a scan forward and one in reverse. ../README.md derives the backward pass, ../rule.h has the symbols:
+// All rules: a scan forward and one in reverse. ../cpu.md derives the backward pass, ../rule.h has the symbols:
 //
 //     for t in range(L):
 //         before[t], r[t] = W, y[t] @ W                      # r: of a removal
