@@ -115,23 +115,23 @@ SIZES = [
     "--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-attention-heads", 2,
 ]  # fmt: skip
 
-LEARNED = "softmax_lm_wt103"  # with learned positions
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with data (binarised), the checkpoints NAME/checkpoint_last.pt, and the exported model."""
+    """A folder with data (binarised), the checkpoint NAME/checkpoint_last.pt, and the exported model."""
     folder = tmp_path_factory.mktemp("export")
     prepare_random_text(folder)
-    for name in ("gated_delta_lm_wt103", "fwp_xl_lm", LEARNED):
-        train_model(
-            folder / "data", "--arch", name, "--cpu", "--tokens-per-sample", 16, "--batch-size", 4, "--optimizer",
-            "adam", "--lr", 0.01, "--max-update", 20, "--disable-validation", "--no-epoch-checkpoints", "--save-dir",
-            folder / name, "--log-format", "none", "--num-workers", 0, "--task", "fwp_language_modeling", *SIZES,
-            *(["--decoder-learned-pos"] if name == LEARNED else []),
-        )  # fmt: skip
+    train(folder, "gated_delta_lm_wt103")
     run(folder, "exported")
     return folder
+
+
+def train(folder, arch, *flags):
+    train_model(
+        folder / "data", "--arch", arch, "--cpu", "--tokens-per-sample", 16, "--batch-size", 4, "--optimizer", "adam",
+        "--lr", 0.01, "--max-update", 20, "--disable-validation", "--no-epoch-checkpoints", "--save-dir",
+        folder / arch, "--log-format", "none", "--num-workers", 0, "--task", "fwp_language_modeling", *SIZES, *flags,
+    )  # fmt: skip
 
 
 def run(folder, name, *flags, arch="gated_delta_lm_wt103"):
@@ -294,8 +294,10 @@ def test_translations_are_those_of_fairseq(cross, tmp_path):
         assert [line.split("\t")[1] for line in said.splitlines()] == best
 
 
+@pytest.mark.slow
 def test_a_text_ends_where_learned_positions_do(folder):
-    run(folder, "learned", arch=LEARNED)
+    train(folder, "softmax_lm_wt103", "--decoder-learned-pos")
+    run(folder, "learned", arch="softmax_lm_wt103")
     model, most = Model(folder / "learned"), 16
     assert model.about["most_tokens"] == most and Model(folder / "exported").about["most_tokens"] is None
     tokens = np.full((2, most), 5)
@@ -387,8 +389,6 @@ def test_refusals(folder, tmp_path, monkeypatch):
     path = folder / "gated_delta_lm_wt103/checkpoint_last.pt"
     says = "--out must be a new folder, got .*, which exists"
     refused(export.main, folder / "data", "--path", path, "--out", tmp_path, says=says)
-    xl = folder / "fwp_xl_lm/checkpoint_last.pt"
-    refused(export.main, folder / "data", "--path", xl, "--out", tmp_path / "new", says="must be an fwp_lm or fwp_tr")
     refused(
         export.main,
         folder / "data",
@@ -399,12 +399,13 @@ def test_refusals(folder, tmp_path, monkeypatch):
         says="cannot be read: No such",
     )
     refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "no/new", says="in a folder that exists")
-    model, task = build_model("softmax_lm_wt103"), Namespace(target_dictionary=make_dictionary(50))
-    model.decoder.layers[0].fc1.forward = lambda x: x * float(x.sum())
-    with monkeypatch.context() as change:
-        change.setattr(loading, "load_model", lambda *_: (model, task))
-        says = "a part without a form"
+    odd, task = build_model("softmax_lm_wt103"), Namespace(target_dictionary=make_dictionary(50))
+    odd.decoder.layers[0].fc1.forward = lambda x: x * float(x.sum())
+    kinds = ((build_model("fwp_xl_lm"), "must be an fwp_lm or fwp_tr"), (odd, "a part without a form"))
+    for model, says in kinds:
+        monkeypatch.setattr(loading, "load_model", lambda *_, model=model: (model, task))
         refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says=says)
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says="pip install")
     assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from emulator import HERE, KERNELS, build, compiler, make_once
+from operator_cases import ONE_OF_A_FORM
 from support.pairwise import pairwise
 from support.subjects import RULES, WITH_KERNEL, cotangents, operands, relative_error, results, sample_inputs
 from torch import Tensor
@@ -106,9 +107,10 @@ def check_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def check_all(every: bool) -> None:
-    """Check every combination, or every pair of values of two factors, and a long sequence in segments."""
+    """Check every combination, or pairs of values with a rule of each form, and a long sequence in segments."""
     prepare()
-    for values in product(*CASES.values()) if every else (case.values() for case in pairwise(**CASES)):
+    some = pairwise(**CASES | {"rule": ONE_OF_A_FORM})
+    for values in product(*CASES.values()) if every else (case.values() for case in some):
         check(*values)
     check("delta", torch.bfloat16, "tokens_first", True, False, IN_SEGMENTS)
     for dtype in (torch.float32, torch.bfloat16):

@@ -10,6 +10,8 @@ from torch import Tensor
 from fairseq_fwp.ops.fast_weights import Inputs, reference_of
 
 CASES = [name for name, rule in RULES.items() if rule.kernel and not name.startswith("delta_product")]
+# A rule for each form of the kernels: gated writes as gla does, and the others are removals, as dplr_by_key is.
+ONE_OF_A_FORM = ("sum", "delta", "gla", "gla_by_key", "gated_delta", "gated_delta_by_key", "decay", "dplr_by_key")
 
 
 def make_case(rule: str, shape: Sequence[int], dtype: torch.dtype, **options: object) -> tuple[Given, bool]:

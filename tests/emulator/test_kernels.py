@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from emulator import CHUNK, RULES, EmulatorError, prepare
-from operator_cases import CASES, as_double, cotangents_of, make_case, make_combination, reference
+from operator_cases import CASES, ONE_OF_A_FORM, as_double, cotangents_of, make_case, make_combination, reference
 from support.pairwise import looped
 from support.subjects import COMBINATIONS, at_odd_offset, check_errors, relative_error
 from test_cuda import CHUNK_SHAPES, MEMORY
@@ -47,7 +47,7 @@ def of_gates(dtype):
 
 OF_GATES = of_gates(torch.bfloat16)
 # Few heads and long enough for segments. At night, also wide values, whose columns take several blocks.
-SEGMENTED = [(rule, (1, 1, 2060, 20, 33), True) for rule in ("sum", "gla", "gated_delta_by_key")]
+SEGMENTED = [(rule, (1, 1, 2060, 20, 33), True) for rule in ("sum", "gla")]
 AT_NIGHT = [
     (rule, *case)
     for rule in CASES
@@ -154,7 +154,7 @@ def test_as_accurate_as_the_reference(emulator, rule):
         check_accuracy(emulator, rule, (1, 2, 130, 24, 40), dtype, floors=floors)
 
 
-@pytest.mark.parametrize("rule", some_fast(*(x for x in CASES if x not in ("rwkv7", "dplr", "gdn2", "gdn2_by_key"))))
+@pytest.mark.parametrize("rule", some_fast(*ONE_OF_A_FORM))
 def test_chunks_on_tensor_cores(emulator, rule):
     """In bfloat16, with rows of whole 16-byte pieces and without, the state and its gradient are exact."""
     shapes = [(1, 2, 70, 16, 16), (2, 1, 95, 64, 40), (1, 1, 77, 128, 33), (1, 1, 300, 100, 17)]
@@ -271,7 +271,7 @@ def test_decays_in_chunks(emulator, rule, kind):
     check_accuracy(emulator, rule, shape, torch.bfloat16, change, OF_GATES if kind == "float32" else None)
 
 
-@pytest.mark.parametrize("rule", some_fast(*(rule for rule in CASES if not rule.startswith("gdn2"))))
+@pytest.mark.parametrize("rule", some_fast(*ONE_OF_A_FORM))
 @pytest.mark.parametrize(
     "shape", [(2, 2, 165, 24, 40), pytest.param((1, 1, 2100, 16, 16), marks=pytest.mark.slow)], ids=str
 )

@@ -318,6 +318,7 @@ def test_the_harness_reads_lines_as_in_training(trained):
             lm.generate_until(asked(("", {"until": [], "max_gen_toks": 5})))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_exported_models_read_lines_as_in_training(trained):
     """In the program without PyTorch, and in the page's beginning; a text is scored line by line."""

@@ -62,7 +62,7 @@ def test_a_lease_runs_to_its_end(fake, tmp_path, call, parts):
 
 # Calls without graphs, and after their capture. With clusters of words, the softmax and its loss need most of the last.
 CALLS = {
-    "update delta_lm_wt103": (1000, 370),
+    "update delta_lm_wt103": (920, 290),
     "update rwkv7_lm_tiny": (360, 40),
     "token delta_lm_wt103": (290, 10),
     "token gated_deltanet_lm_tiny": (185, 10),
