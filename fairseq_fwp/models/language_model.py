@@ -17,7 +17,7 @@ from torch import Tensor
 from fairseq_fwp.models.decoder import LanguageModelDecoder
 from fairseq_fwp.modules.decoding import Sample
 from fairseq_fwp.ops.checks import check
-from fairseq_fwp.patches.options import Settings, as_given, plain, read_options, setting
+from fairseq_fwp.patches.options import Settings, as_given, flag, plain, read_options, setting
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +145,8 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
         warn_of_unused(cls.unused_flags(cfg))
         settings = setting(task, "args", None)  # a conversion, which does not read segments, has none
         if settings is not None and not setting(settings, "carry_state", False):
-            for flag, instead in decoder.needs_state.items():
-                logger.warning(f"{flag} has no effect without --task fwp_language_modeling --carry-state: {instead}")
+            for given, instead in decoder.needs_state.items():
+                logger.warning(f"{given} has no effect without --task fwp_language_modeling --carry-state: {instead}")
         return cls(decoder)
 
     def get_targets(self, sample: Sample, net_output: object) -> Tensor:
@@ -171,10 +171,10 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
         return MAX_GENERATED_POSITIONS
 
 
-def warn_of_unused(flags: list[str]) -> None:
-    """Warn of flags without effect. They may come from an architecture, so they are not an error."""
-    for flag in flags:
-        logger.warning("--%s has no effect on the chosen attention", flag.replace("_", "-"))
+def warn_of_unused(names: list[str]) -> None:
+    """Warn of options without effect. They may come from an architecture, so they are not an error."""
+    for name in names:
+        logger.warning(f"{flag(name)} has no effect on the chosen attention")
 
 
 def fill_in_defaults(cfg: FairseqDataclass, defaults: FairseqDataclass) -> FairseqDataclass:

@@ -158,7 +158,7 @@ class Measures(Evaluation):
 
     def evaluate_converted(self, model: Model) -> None:
         """Evaluate the model that a training begins with, unless it is that of an earlier one."""
-        folder = self.models.converted(model)
+        folder = self.models.convert(model)
         if folder and folder.parent == model.folder:
             self.measure(folder, folder / "checkpoint.pt", next(iter(self.ways())))
 

@@ -175,7 +175,7 @@ def test_a_model_that_is_not_converted_begins_with_the_best_checkpoint(start, re
     made_up.trained(tmp_path / "out" / "sum")
     (model,) = (made := start("--models", "later")).chosen
     flags = ["--arch", "fwp_lm", "--task", "language_modeling", "--finetune-from-model"]
-    assert made.models.flags(model) == [*flags, str(tmp_path / "out/sum/checkpoint_best.pt")]
+    assert made.models.begin(model) == [*flags, str(tmp_path / "out/sum/checkpoint_best.pt")]
 
 
 def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
@@ -193,12 +193,12 @@ def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
     assert (model.origin, model.convert) == ("sum", "--decoder-update-rule decay")
     made_up.trained(tmp_path / "out" / "sum", diverged="at 3")
     with pytest.raises(RecipeError, match="sum must not have diverged, because other models start from it"):
-        start("--models", "first").models.converted(model)
+        start("--models", "first").models.convert(model)
     (tmp_path / "out" / "sum" / "diverged").unlink()
     made_up.trained(tmp_path / "out" / "sum")
-    assert start("--models", "first").models.converted(model).is_dir()
+    assert start("--models", "first").models.convert(model).is_dir()
     with pytest.raises(RecipeError, match=r"was made with other settings \(see .*conversion.txt\)"):
-        start("--models", "first").models.converted(model._replace(convert="--decoder-update-rule delta"))
+        start("--models", "first").models.convert(model._replace(convert="--decoder-update-rule delta"))
 
 
 # Texts.

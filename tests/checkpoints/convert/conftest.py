@@ -71,7 +71,7 @@ def build(vector: Vector, words=WORDS, **options):
         OmegaConf.structured(known), {"max_target_positions": None, "add_bos_token": False, **conversion.flags}
     )
     task = checkpoint.make_task(conversion)
-    return checkpoint.build(conversion, cfg, task).double().eval(), task.target_dictionary, conversion
+    return checkpoint.build_converted(conversion, cfg, task).double().eval(), task.target_dictionary, conversion
 
 
 class Command:
