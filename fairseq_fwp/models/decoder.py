@@ -213,6 +213,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.last_inputs = cfg.decoder_layers * dim if cfg.channel_mix else 0  # numbers that their blocks keep
         # A state that does not grow with the text can be carried forever.
         self.carries_state = all(attention.constant_state for attention in self.attentions)
+        self.ages = any(attention.ages for attention in self.attentions)
+        self.has_positions = self.embed_positions is not None
         final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
         self.layer_norm = norm if final_norm else None
         # Without cutoffs too, so that the criterion adaptive_loss always works.
@@ -283,14 +285,6 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         x, state = self.step(tokens, state if rows is None else cast(DecoderState, state).reorder(rows), read)
         # fairseq's generator divides the first value by --temperature: dividing features would miss the biases.
         return self.adaptive_softmax.get_log_prob(x, None) if scored else x, state
-
-    @property
-    def ages(self) -> bool:
-        return any(attention.ages for attention in self.attentions)
-
-    @property
-    def has_positions(self) -> bool:
-        return self.embed_positions is not None
 
     @property
     def steps_are_alike(self) -> bool:

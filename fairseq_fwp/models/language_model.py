@@ -1,17 +1,14 @@
 """The bases of models: one compares options with those of loaded weights, one makes a language model of a decoder."""
 
-import copy
 import logging
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import ClassVar, Protocol, runtime_checkable
 
 from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import BaseFairseqModel, FairseqLanguageModel
 from fairseq.tasks import FairseqTask
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from fairseq_fwp.models.decoder import LanguageModelDecoder
@@ -175,13 +172,3 @@ def warn_of_unused(names: list[str]) -> None:
     """Warn of options without effect. They may come from an architecture, so they are not an error."""
     for name in names:
         logger.warning(f"{flag(name)} has no effect on the chosen attention")
-
-
-def fill_in_defaults(cfg: FairseqDataclass, defaults: FairseqDataclass) -> FairseqDataclass:
-    """Return the configuration with defaults for options that an earlier version's checkpoint does not have."""
-    missing = {option.name: getattr(defaults, option.name) for option in fields(defaults) if option.name not in cfg}
-    if not missing:
-        return cfg
-    completed = copy.deepcopy(cfg)
-    OmegaConf.set_struct(completed, False)
-    return OmegaConf.merge(completed, missing)

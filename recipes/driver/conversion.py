@@ -33,21 +33,20 @@ class Origin(NamedTuple):
     """Where the source model of a corpus and its text come from.
 
     format: of the model, as fwp-convert names it; trained: it is trained here, on the recipe's text; else it is given;
-    files: names of a raw text of a split; tokenizer: of the model, by its folder, None: the text is in words;
-    piled: the text may be packed as the Pile is.
+    files: names of a raw text of a split; tokenizer: of the model, by its folder, for a text that may be packed as the
+    Pile is; None: the text is in words.
     """
 
     format: str
     trained: bool = False
     files: tuple[str, ...] = ("{}.txt",)
     tokenizer: Callable[[Path], tokens.Tokenizer] | None = None
-    piled: bool = False
 
 
 ORIGINS = {
     "peps": Origin("fairseq-lm", trained=True),
     "wikitext103": Origin("fairseq-lm", files=("{}.txt", "wiki.{}.tokens")),
-    "gpt2": Origin("gpt2", tokenizer=tokens.read_gpt2, piled=True),
+    "gpt2": Origin("gpt2", tokenizer=tokens.read_gpt2),
 }
 
 
@@ -66,12 +65,9 @@ def compose(arguments: list[str]) -> Recipe:
     args = parser.parse(arguments)
     request = request_of(args, ROOT / "runs" / args.recipe.name / args.corpus)
     corpus, trained = read_corpus(request.recipe / "rows.yaml", args.corpus), ORIGINS[args.corpus].trained
-    if args.source_updates and not trained:
-        raise RecipeError(
-            "--source-updates must be left out without --corpus peps: other sources are not trained here."
-        )
-    if trained and args.model:
-        raise RecipeError("--model must be left out with --corpus peps, whose model is trained here.")
+    if args.model if trained else args.source_updates:
+        flag, where = ("--model", "trained here") if trained else ("--source-updates", "given")
+        raise RecipeError(f"{flag} must be left out with --corpus {args.corpus}, whose model is {where}.")
     source = Source(
         request.out, args.text, args.data, args.merges, args.lines, args.any_text,
         args.corpus, request.recipe, args.model, args.source_updates,
@@ -199,18 +195,15 @@ class Source(TextData):
         remove(pieces / "train.txt")
 
     def write_raw(self, split: str, out: Path) -> None:
-        """Write the raw text of a split; the Pile may be packed."""
-        if self.origin.piled and self.own_folder and (packed := pile.files(self.own_folder, split)):
-            pile.write(packed, out)
-        else:
-            out.write_bytes(self.find(split).read_bytes())
-
-    def find(self, split: str) -> Path:
+        """Write the raw text of a split. Raises RecipeError without one."""
         folder = self.own_folder or ROOT / "data" / "peps"
         files = [folder / name.format(split) for name in self.origin.files]
-        if path := next(filter(Path.is_file, files), None):
-            return path
-        raise RecipeError(f"{files[-1]} is missing: give --data FOLDER, see --help.")
+        if self.origin.tokenizer and (packed := pile.files(folder, split)):
+            pile.write(packed, out)
+        elif path := next(filter(Path.is_file, files), None):
+            out.write_bytes(path.read_bytes())
+        else:
+            raise RecipeError(f"{files[-1]} is missing: give --data FOLDER, see --help.")
 
 
 def ways(corpus: Corpus, source: Source) -> list[Way]:

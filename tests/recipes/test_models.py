@@ -80,7 +80,7 @@ REFUSED = [
     (language_models, "prepare --data /nonexistent", "--data must be a folder, got /nonexistent"),
     (language_models, "prepare --any-text", "--data FOLDER must be given with --any-text"),
     (conversion, "all --rows nosuch", "--rows must be among softmax, local_w32.*, got nosuch"),
-    (conversion, "all --corpus gpt2 --source-updates 3", "--source-updates must be left out without --corpus peps"),
+    (conversion, "all --corpus gpt2 --source-updates 3", "--source-updates must be left out with --corpus gpt2"),
     (conversion, "all --model x", "--model must be left out with --corpus peps"),
     (conversion, "prepare --corpus gpt2", "--model must be the source of --corpus gpt2, got none: see --help"),
     (conversion, "evaluate", "out must have a source, got none: run the stage prepare first"),

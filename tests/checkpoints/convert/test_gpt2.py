@@ -162,7 +162,7 @@ REFUSALS = [
     (ones("h.0.ln_1.bias", 3), {}, r"self_attn_layer_norm\.bias must be \(16,\), got \(3,\)"),
     (ones("h.1.attn.c_attn.weight", DIM, 47), {}, r"1\.self_attn\.in_proj\.weight must be \(48, 16\), got \(47,"),
     (ones("h.0.mlp.c_fc.weight", DIM, 64, dtype=torch.int8), {}, r"c_fc\.weight must be floating-point, got .*int8"),
-    (dict, {"vocab_size": 31}, r"wte\.weight must have the 31 words of config\.json, got 30"),
+    (dict, {"vocab_size": 31}, r"wte\.weight must have 31 rows as config\.json says, got \(30, 16\)"),
     (dict, {"n_layer": 1}, r"decoder\.layers\.1\.fc1\.bias is not a weight of this model"),
     (dict, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06, which cannot be converted: its layer norm"),
     (dict, {"scale_attn_by_inverse_layer_idx": True}, "its attention is scaled by the layer"),
