@@ -134,7 +134,11 @@ class Rule:
         each_once = len(values) == len(arguments) + len(named)
         state = values.pop("state", None)
         if not each_once or len(values) != len(self.names) or any(name not in values for name in self.names):
-            raise TypeError(self._misuse(len(arguments), named))
+            by_name = f" and {', '.join(named)} by name" if named else ""
+            raise TypeError(
+                f"the arguments of {self.name} must be {', '.join(self.names)} and, if wanted, state, by position or "
+                f"by name, and first, backend and states_after only by name, got {len(arguments)} by position{by_name}"
+            )
         tokens = [values[name] for name in self.names]
         if states_after is None:
             return self.run(*tokens, state=state, first=first, backend=backend)
@@ -143,17 +147,6 @@ class Rule:
         except TypeError:
             raise TypeError(f"{self.name}: states_after must be a list of integers, got {states_after!r}") from None
         return self._run_pieces(tokens, state, first, backend, ends)
-
-    def _misuse(self, count: int, named: Mapping[str, object]) -> str:
-        """Return what is wrong with a call of so many arguments by position, and others by name."""
-        names = ", ".join(self.names)
-        if twice := {*(*self.names, "state")[:count]} & {*named}:
-            return f"{self.name} must get arguments once, got two values of {', '.join(sorted(twice))}"
-        return (
-            f"the arguments of {self.name} must be {names} and, if wanted, state, by position or by name, and first, "
-            f"backend and states_after only by name, got {count} by position"
-            + (f" and {', '.join(named)} by name" if named else "")
-        )
 
     def run(
         self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None, backend: str = "auto"

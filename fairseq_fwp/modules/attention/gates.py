@@ -106,17 +106,13 @@ class Gates:
             x = columns[gate.name]
             if gate.rank:
                 gates[gate.name] = self._open(gate, x.flatten(2))
-            elif self._part(gate).activation == "sigmoid":
+            elif self.part(gate).activation == "sigmoid":
                 gates[gate.name] = x.squeeze(2)
             else:
                 gates[gate.name] = self._activate(gate, x.squeeze(2))
         return gates
 
-    def parts(self) -> list[Part]:
-        """Return the columns of the gates for the kernel."""
-        return [self._part(gate) for gate in self.rule.gates]
-
-    def _part(self, gate: Gate) -> Part:
+    def part(self, gate: Gate) -> Part:
         """Return the columns of a gate for the kernel, which computes only plain sigmoids, and no low rank."""
         columns = self.columns[gate.name]
         if gate.rank:

@@ -66,10 +66,12 @@ def find_layout(layer: Layer) -> Layout | None:
     form, norms = kernel_form(layer.feature_map), [norm.form for norm in layer.key_normalizations]
     if form is None or len(norms) > 1 or layer.memory.backend not in ("auto", "kernel"):
         return None
-    values = layer.memory.rule.steps, layer.value_heads, layer.head_dim
+    rule = layer.memory.rule
+    values = rule.steps, layer.value_heads, layer.head_dim
     # The kernel follows a convolution, without the gates.
-    parts = [Part(*values, "silu")] if layer.convolution is not None else [Part(*values), *layer.gates.parts()]
-    dims = layer.num_heads, layer.memory.rule.steps, layer.key_dim, layer.feature_map.feature_dim
+    plain = [Part(*values), *map(layer.gates.part, rule.gates)]
+    parts = plain if layer.convolution is None else [Part(*values, "silu")]
+    dims = layer.num_heads, rule.steps, layer.key_dim, layer.feature_map.feature_dim
     norm = norms[0] if norms else ("none", False, 0.0)
     layout = Layout(*dims, form.name, *norm, layer.query_scale, form.scale, form.offset, tuple(parts))
     random = layer.feature_map.projection.numel() if isinstance(layer.feature_map, Favor) else 0

@@ -109,6 +109,16 @@ class Folder(Command):
         (self.path / "config.json").write_text(json.dumps(config))
         save_file(tensors, self.path / "model.safetensors")
 
+    def save_parts(self, tensors: dict[str, torch.Tensor], whole: str = "model.safetensors") -> None:
+        """Write weights into two files, with the index of a file that would have all."""
+        names, ending = sorted(tensors), Path(whole).suffix
+        parts = {f"part{n}{ending}": names[n::2] for n in range(2)}
+        for file, of_file in parts.items():
+            some = {name: tensors[name].clone() for name in of_file}
+            (save_file if ending == ".safetensors" else torch.save)(some, self.path / file)
+        index = {"weight_map": {name: file for file, of_file in parts.items() for name in of_file}}
+        (self.path / f"{whole}.index.json").write_text(json.dumps(index))
+
 
 class Converter(Command):
     """The same for a vector: options override its own.

@@ -1,6 +1,5 @@
 """GPT-2 in Hugging Face's format: the logits of a GPT-2 defined here, and refusals by name."""
 
-import json
 import math
 import re
 import shutil
@@ -8,7 +7,6 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from support.pairwise import looped
 
 import fairseq_fwp
@@ -115,11 +113,7 @@ def test_what_transformers_saves_with_the_weights(folder):
         whole[f"{name}.masked_bias"] = torch.tensor(-1e4)
     folder.save({})
     (folder.path / "model.safetensors").unlink()
-    names, files = sorted(whole), [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    for file, of_file in zip(files, (names[:9], names[9:]), strict=True):
-        save_file({name: whole[name] for name in of_file}, folder.path / file)
-    index = {"weight_map": {name: files[number >= 9] for number, name in enumerate(names)}}
-    (folder.path / "model.safetensors.index.json").write_text(json.dumps(index))
+    folder.save_parts(whole)
     assert_same(folder, tensors, torch.float32, 2e-5)
 
 
@@ -193,16 +187,13 @@ def test_a_folder_as_it_is_published(folder, shards, names):
     """Weights of torch.save in one or two files, eos_token_id beyond the vocabulary, and names of the tokens."""
     tensors, arguments = make_tensors(), ["--end", "[CLS]" if names else 2]
     folder.save({}, eos_token_id=50256)
-    for file in folder.path.glob("*model*"):  # also of the case before
+    for file in (*folder.path.glob("*model*"), *folder.path.glob("part*")):  # also of the case before
         file.unlink()
     whole = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
-    files = {"pytorch_model.bin": sorted(whole)}
     if shards == 2:
-        files = {f"pytorch_model-{n}.bin": sorted(whole)[n::2] for n in range(2)}
-        index = {"weight_map": {name: file for file, of_file in files.items() for name in of_file}}
-        (folder.path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    for file, of_file in files.items():
-        torch.save({name: whole[name] for name in of_file}, folder.path / file)
+        folder.save_parts(whole, "pytorch_model.bin")
+    else:
+        torch.save(whole, folder.path / "pytorch_model.bin")
     if names:
         file = folder.path / ("vocab.txt" if names == "vocab.txt" else "names.txt")
         file.write_text("\n".join(NAMES) + "\n")
