@@ -151,10 +151,7 @@ class Models:
         return name == SOURCE and self.data.converted is not None
 
     def convert(self, model: Model) -> Path | None:
-        """Convert what a model begins with, if its YAML says so and it is not done.
-
-        Return the folder of that, or of what the model that it begins with has begun with; None if none is converted.
-        """
+        """Convert what a model begins with, if asked, once; return the folder of that, or of its origin's, or None."""
         if not model.convert:
             if self.is_source(model.origin):
                 return self.data.converted

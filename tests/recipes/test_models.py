@@ -253,11 +253,11 @@ def test_the_command_line_replaces_the_way_of_reading(start, recipe, capsys):
     made = start("evaluate", "--dynamic", "sgd", "--cpu")
     ways = made.evaluations[0].ways_of(made.chosen[0])
     assert [way.label for way in ways] == ["window dynamic sgd", "blocks dynamic sgd"]
-    assert made.models.request.evaluation_flags == ["--dynamic", "sgd", "--cpu"]
+    assert made.evaluations[0].flags == ["--dynamic", "sgd", "--cpu"]
     made = start("evaluate", "--stride=8")
     assert made.evaluations[0].ways_of(made.chosen[0]) == [evaluation.Way("stride=8", "")]
     assert "replaces the recipe's way of reading" in capsys.readouterr().out
-    assert start("all", "--lr", "1", "--cpu").models.request.evaluation_flags == ["--cpu"]
+    assert start("all", "--lr", "1", "--cpu").evaluations[0].flags == ["--cpu"]
 
 
 # Fast weight layers.

@@ -153,12 +153,8 @@ def saved_settings(saved: Settings) -> Settings | None:
     of_task = cfg.get("task") or {}
     if not isinstance(of_task, dict | Namespace):
         return None
-    return {name: value for group in (of_task, of_model) for name, value in settings_of(group).items()}
-
-
-def settings_of(group: Settings | Namespace) -> Settings:
-    """Return the settings of a group, which old versions keep as a namespace."""
-    return vars(group) if isinstance(group, Namespace) else group
+    groups = (vars(group) if isinstance(group, Namespace) else group for group in (of_task, of_model))
+    return {name: value for group in groups for name, value in group.items()}
 
 
 def build_filled(build: Callable[[], Model], weights: Mapping[str, Tensor], settings: Settings) -> Model:
