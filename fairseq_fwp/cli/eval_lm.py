@@ -56,11 +56,12 @@ BY_LINES = {
 
 def summarize(args: Namespace, model: "FairseqLanguageModel", characters: int | None, scores: "Scores") -> "Settings":
     """Return what was evaluated and its result, as --json writes them; None for an unknown number."""
-    tokens = len(scores.log_probs)
+    tokens, protocol = len(scores.log_probs), str(scores.protocol)
+    protocol += f", reset after {args.reset_after}" if args.reset_after else ""
     return {
         "path": args.path,
         "subset": args.gen_subset,
-        "protocol": describe(args, scores.protocol),
+        "protocol": BY_LINES.get(args.line_start, protocol),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state_size": scores.state_size,
         "tokens": tokens,
@@ -71,13 +72,6 @@ def summarize(args: Namespace, model: "FairseqLanguageModel", characters: int | 
         "perplexity": scores.perplexity,
         "bits_per_character": scores.bits * tokens / characters if characters else None,
     }
-
-
-def describe(args: Namespace, protocol: "Protocol") -> str:
-    """Return the protocol in words."""
-    if args.line_start is not None:
-        return BY_LINES[args.line_start]
-    return str(protocol) + (f", reset after {args.reset_after}" if args.reset_after else "")
 
 
 def report(summary: "Settings") -> list[str]:
