@@ -94,11 +94,9 @@ def fast_weights(
     erases: bool = False,
 ) -> Results:
     """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) for the inputs of :class:`Inputs`."""
-    if q.is_cuda:
-        on_tensor_cores = first is not None and q.dtype == torch.bfloat16
-        if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
-            # There, only kernels with decays take several documents.
-            decay = q.new_ones(()).expand(v.shape[:3])
+    forgets = decay is not None or value_decay is not None or removal_key is not None
+    if q.is_cuda and q.dtype == torch.bfloat16 and first is not None and not forgets:
+        decay = q.new_ones(()).expand(v.shape[:3])  # on tensor cores only kernels with decays take several documents
     given = (q, k, v, decay, value_decay, rate, removal_key, removal, state, first)
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in given if x is not None)
     out, memory, *_ = _forward(*given, erases, keeps or q.is_cuda)  # kernels on a GPU read the states that they keep
