@@ -127,13 +127,14 @@ class Rule:
         **named: Any,
     ) -> tuple[Tensor, ...]:
         """Return out (B, H, L, Dv) and the new state. Arguments: q, k, v, gates and state, in this order or by name."""
-        # The usual form, without the microseconds of the others.
-        if states_after is None and not named and len(arguments) == len(self.names) + 1:
-            return self.run(*arguments[:-1], state=arguments[-1], first=first, backend=backend)
+        count = len(self.names)
+        if states_after is None and not named and len(arguments) in (count, count + 1):  # the rest costs microseconds
+            state = arguments[count] if len(arguments) > count else None
+            return self.run(*arguments[:count], state=state, first=first, backend=backend)
         values = dict(zip((*self.names, "state"), arguments, strict=False)) | named
         each_once = len(values) == len(arguments) + len(named)
         state = values.pop("state", None)
-        if not each_once or len(values) != len(self.names) or any(name not in values for name in self.names):
+        if not each_once or len(values) != count or any(name not in values for name in self.names):
             by_name = f" and {', '.join(named)} by name" if named else ""
             raise TypeError(
                 f"the arguments of {self.name} must be {', '.join(self.names)} and, if wanted, state, by position or "
