@@ -39,3 +39,11 @@ def test_the_decoder_of_a_model_with_a_state_is_found():
 
 def test_another_decoder_has_no_state():
     assert streaming(SimpleNamespace(decoder=torch.nn.Linear(1, 1))) is None
+
+
+def test_what_a_decoder_says_of_old_states():
+    """Sums go on changing, windows of tokens do not."""
+    arches = ("delta_lm_wt103", "mlstm_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103")
+    found = {arch: streaming(build_model(arch)) for arch in arches}
+    assert [arch for arch, decoder in found.items() if decoder.ages] == ["delta_lm_wt103", "mlstm_lm_wt103"]
+    assert [arch for arch, decoder in found.items() if not decoder.has_positions] == ["xl_lm_wt103"]

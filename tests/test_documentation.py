@@ -340,20 +340,22 @@ COMMANDS = [line for block in blocks(CONTRIBUTING, "bash") for line in block.rep
 LINE = "the memory is a matrix that every token reads and writes once\n"
 
 
-def write_files(folder, language):
-    """Write the examples of one language, each to the file that its first line names."""
-    for text in blocks(CONTRIBUTING, language):
-        path = folder / re.match(r"# ([\w/.]+)(, continued)?\n", text)[1]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+MY_RULE = runpy.run_path(str(ROOT / "recipes/quickstart/my_rule.py"))
+
+
+def write_files(folder, ending):
+    """Write the examples whose names end so."""
+    for name, text in MY_RULE["examples"](CONTRIBUTING).items():
+        if name.endswith(ending):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """A folder with the plugin of the examples and a small text, binarised."""
     folder = tmp_path_factory.mktemp("work")
-    write_files(folder, "python")
+    write_files(folder, ".py")
     (folder / "text").mkdir()
     preprocess = ["--only-source", "--destdir", "DATA", "--workers", "1"]
     for split, lines in (("train", 200), ("valid", 30), ("test", 30)):
@@ -365,17 +367,12 @@ def work(tmp_path_factory):
 
 def test_the_files_of_a_rule_are_written_once(tmp_path, work):
     """By the command of the front page."""
-    main = runpy.run_path(str(ROOT / "recipes/quickstart/my_rule.py"))["main"]
-    main(tmp_path)
+    MY_RULE["main"](tmp_path)
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
     assert {*map(str, written)} == {"my_plugin/leaky.py", "my_plugin/__init__.py", "recipes/quickstart/conf/leaky.yaml"}
-    assert (work / "my_plugin/leaky.py").read_text().split() == [
-        "#",
-        "my_plugin/leaky.py",
-        *(tmp_path / "my_plugin/leaky.py").read_text().split(),
-    ]
+    assert (work / "my_plugin/leaky.py").read_text() == (tmp_path / "my_plugin/leaky.py").read_text()
     with pytest.raises(SystemExit, match="must not exist yet, got one"):
-        main(tmp_path)
+        MY_RULE["main"](tmp_path)
 
 
 @pytest.mark.slow
@@ -418,7 +415,7 @@ def test_the_experiment_and_the_recipe(work, recipe):
     (recipes / "env.sh").write_text(
         f'here=$(dirname -- "${{BASH_SOURCE[1]}}")\nrecipe() {{ {driver} "$1" --recipe "$here" "${{@:2}}"; }}\n'
     )
-    write_files(work, "yaml")
+    write_files(work, ".yaml")
     (script,) = (text for text in blocks(CONTRIBUTING, "bash") if text.startswith("#!"))
     (recipes / "mine" / "run.sh").write_text(script)
     small = ["--merges", "60", "--decoder-layers", "1", "--cpu", "--out", "out"]

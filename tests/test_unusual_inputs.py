@@ -26,7 +26,7 @@ from support.subjects import (
     sample_inputs,
 )
 
-from fairseq_fwp.checkpoints.convert.checkpoint import configure
+from fairseq_fwp.checkpoints.convert.checkpoint import fairseq_config
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import FastWeightAttention
 from fairseq_fwp.modules.attention.base import check_heads
@@ -226,8 +226,8 @@ normalizations = st.sampled_from(["none", "sum", "attention", "both", "read-out"
 
 def is_defined(rule, feature_map, normalization):
     """Return whether the rule has this normalisation, and the map features for it."""
-    of_all, normaliser = normalization in ("attention", "both"), UPDATE_RULES[rule].normaliser
-    has_rule = not (of_all and normaliser.output_only) if normaliser else normalization in ("none", "sum")
+    of_all, normalizer = normalization in ("attention", "both"), UPDATE_RULES[rule].normalizer
+    has_rule = not (of_all and normalizer.output_only) if normalizer else normalization in ("none", "sum")
     return has_rule and (normalization == "none" or FEATURE_MAPS[feature_map].positive)
 
 
@@ -267,8 +267,8 @@ def test_a_value_in_one_token_of_a_layer(rule, name, normalization, adds, value,
 def test_no_normaliser_of_a_layer_divides_by_zero(rule, name, normalization, scale, seed, written):
     """Outputs, states and gradients are finite if keys and queries share no features, or have none."""
     # Nothing bounds what the delta rule writes for keys of any length: it diverges, as the paper says.
-    normaliser = UPDATE_RULES[rule].normaliser
-    bounded = not (normaliser and normaliser.retrieved) or normalization not in ("none", "read-out")
+    normalizer = UPDATE_RULES[rule].normalizer
+    bounded = not (normalizer and normalizer.retrieved) or normalization not in ("none", "read-out")
     assume(normalization != "none" and is_defined(rule, name, normalization) and bounded)
     torch.manual_seed(seed)
     layer, x = make_layer(rule, name, normalization), torch.randn(2, 9, 24) * scale
@@ -351,7 +351,7 @@ def test_any_flags_give_a_model_that_trains_or_one_of_them_is_named(tmp_path_fac
     parsed = io.StringIO()
     try:
         with contextlib.redirect_stderr(parsed):
-            cfg = configure(words, tmp_path_factory.getbasetemp())
+            cfg = fairseq_config(words, tmp_path_factory.getbasetemp())
         task = Namespace(target_dictionary=make_dictionary(50))
         model = ARCH_MODEL_REGISTRY[arch].build_model(cfg.model, task)
     except SystemExit as end:

@@ -19,7 +19,6 @@ A model of --task fwp_lines is evaluated as it was trained, by lines.
 import argparse
 import json
 import logging
-import re
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -57,11 +56,12 @@ BY_LINES = {
 
 def summarize(args: Namespace, model: "FairseqLanguageModel", characters: int | None, scores: "Scores") -> "Settings":
     """Return what was evaluated and its result, as --json writes them; None for an unknown number."""
-    tokens = len(scores.log_probs)
+    tokens, protocol = len(scores.log_probs), str(scores.protocol)
+    protocol += f", reset after {args.reset_after}" if args.reset_after else ""
     return {
         "path": args.path,
         "subset": args.gen_subset,
-        "protocol": describe(args, scores.protocol),
+        "protocol": BY_LINES.get(args.line_start, protocol),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state_size": scores.state_size,
         "tokens": tokens,
@@ -72,13 +72,6 @@ def summarize(args: Namespace, model: "FairseqLanguageModel", characters: int | 
         "perplexity": scores.perplexity,
         "bits_per_character": scores.bits * tokens / characters if characters else None,
     }
-
-
-def describe(args: Namespace, protocol: "Protocol") -> str:
-    """Return the protocol in words."""
-    if args.line_start is not None:
-        return BY_LINES[args.line_start]
-    return str(protocol) + (f", reset after {args.reset_after}" if args.reset_after else "")
 
 
 def report(summary: "Settings") -> list[str]:
@@ -140,7 +133,9 @@ def run(args: Namespace) -> None:
     from fairseq_fwp.checkpoints.pretrained import read
     from fairseq_fwp.cli import loading
     from fairseq_fwp.evaluation import evaluate
+    from fairseq_fwp.modules.decoding import streaming
     from fairseq_fwp.patches.options import setting, word
+    from fairseq_fwp.tasks.streams import trained_age, warn_of_age
 
     loading.import_plugin(args.user_dir)
     checkpoint = read(args.path)
@@ -159,10 +154,19 @@ def run(args: Namespace) -> None:
     train = None if not needs_train else loading.load_text(task, args.data, "train", *reading)
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model = model.to(device).requires_grad_(args.dynamic is not None)
-    if args.carry_state:
+    decoder = streaming(model)
+    if args.carry_state and decoder is not None:
         # Each document has its own positions.
         longest = max(end - start for start, end in pairwise([*text.starts, len(text.tokens)])) + protocol.warm_up
-        warn_of_age(model, longest, (checkpoint.saved.get("extra_state") or {}).get("train_iterator", {}))
+        if decoder.has_positions and longest > model.max_positions():
+            logger.warning(
+                f"absolute positions grow to {longest:,}, and the model has seen only {model.max_positions():,} in "
+                "training: leave out --carry-state, or train a model with --no-token-positional-embeddings, as Schlag "
+                "et al. 2021 do"
+            )
+        if decoder.ages:
+            trained = trained_age((checkpoint.saved.get("extra_state") or {}).get("train_iterator", {}))
+            warn_of_age(longest, trained, "--warm-up and --streams choose the age of a state")
 
     def progress(batches: "list[list[Window]]") -> "Iterable[list[Window]]":
         shown = {"prefix": args.gen_subset, "default_log_format": "simple" if args.no_progress_bar else "tqdm"}
@@ -179,28 +183,6 @@ def run(args: Namespace) -> None:
         lines = json.dumps(summary, indent=2) + "\n"
         write_whole(args.json, lambda file: file.write_text(lines, encoding="utf-8"))
     print("\n".join(report(summary)))
-
-
-def warn_of_age(model: "FairseqLanguageModel", longest: int, training: "Settings") -> None:
-    """Warn where a state is carried over more tokens than in training. training: what its iterator has saved."""
-    from fairseq_fwp.models.decoder import LanguageModelDecoder
-    from fairseq_fwp.modules.attention.memory import Memory
-    from fairseq_fwp.tasks.streams import FAR, trained_age
-
-    has_positions = isinstance(model.decoder, LanguageModelDecoder) and model.decoder.embed_positions is not None
-    if has_positions and longest > model.max_positions():
-        logger.warning(
-            f"absolute positions grow to {longest:,}, and the model has seen only {model.max_positions():,} in "
-            "training: leave out --carry-state, or train a model with --no-token-positional-embeddings, as Schlag et "
-            "al. 2021 do"
-        )
-    trained = trained_age(training)
-    remembers = any(isinstance(getattr(module, "memory", None), Memory) for module in model.modules())
-    if remembers and trained and longest > FAR * trained:
-        logger.warning(
-            f"a state is scored after up to {longest:,} tokens, and none was older than {trained:,} in training: it "
-            "may be one that the model does not know; --warm-up and --streams choose its age"
-        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -273,13 +255,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from torch.cuda import OutOfMemoryError
 
         from fairseq_fwp.cli import loading
+        from fairseq_fwp.ops.checks import renaming
 
         loading.refuse_inputs(args.data, args.path, {"--json": args.json, "--scores": args.scores})
         try:
-            run(args)
-        except ValueError as error:
-            named = re.sub(r"`(\w+)`", lambda match: FLAGS.get(match[1], match[0]), str(error))
-            raise ValueError(named) from error
+            with renaming(FLAGS):
+                run(args)
         except OutOfMemoryError as error:
             remedy = "pass a smaller --batch-size"
             raise ValueError(f"the GPU ran out of memory with that many windows at once: {remedy}") from error

@@ -17,7 +17,7 @@ from fairseq.models import (
 )
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY, FairseqTask
 
-from fairseq_fwp.models.attentions import ATTENTIONS, MAPS, NORMALIZATIONS, SHARED, Kind
+from fairseq_fwp.models.attentions import ATTENTIONS, MAPS, NORMALIZATIONS, SHARED, Configurable
 from fairseq_fwp.models.fast_weight_layer.model import LAYER_OPTIONS
 from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
@@ -45,7 +45,7 @@ MODELS: dict[str, type] = {
 Flagged: TypeAlias = BaseFairseqModel | FairseqTask | FairseqCriterion  # what has flags of its own
 # The attentions of a model; a language model without an entry has all of ATTENTIONS but these two.
 OTHERS = ("linear", "relative")
-KINDS: dict[str, Mapping[str, Kind[Heads] | Kind[FastWeightMemory]]] = {
+KINDS: dict[str, Mapping[str, Configurable[Heads] | Configurable[FastWeightMemory]]] = {
     "fwp_xl_lm": {name: ATTENTIONS[name] for name in ("softmax", "relative")},
     "fwp_transformer": {name: ATTENTIONS[name] for name in ("fast_weight", "linear")},
     "fwp_associative_retrieval": {"fast_weight": MEMORY},
@@ -84,8 +84,8 @@ def flags_of(arch: str) -> str:
     for title, group in names.items():
         lines += ["", title] if group else []
         for name in group:
-            differs = f" [{model}: {plain(usual[name])}]" if name in changed else ""
-            value = f"{flag(name)} {plain(changed.get(name, usual[name]))}"
+            differs = f" [{model}: {as_text(usual[name])}]" if name in changed else ""
+            value = f"{flag(name)} {as_text(changed.get(name, usual[name]))}"
             lines.append(f"  {value:38} {texts.get(name, '')}{differs}")
     return "\n".join(lines)
 
@@ -135,7 +135,7 @@ def users(name: str, models: list[str]) -> list[str]:
     ]
 
 
-def plain(value: object) -> str:
+def as_text(value: object) -> str:
     """Return a value as the help texts say it."""
     named: dict[object, str] = {None: "none", False: "off", True: "on", "": "''"}
     value = word(value)
@@ -167,7 +167,7 @@ def _described(owner: type, kind: type[Flagged]) -> Iterator[tuple[Field, list[s
             value = "switch"
         elif action.choices:
             value = ", ".join(f"`{choice}`" for choice in action.choices)
-        yield field, [f"`{name}`", value, plain(field.default), field.metadata["help"].replace("<", "\\<")]
+        yield field, [f"`{name}`", value, as_text(field.default), field.metadata["help"].replace("<", "\\<")]
 
 
 def _row(*cells: str) -> str:

@@ -59,28 +59,22 @@ class Sums(NamedTuple):
 
 def read_scores(path: Path) -> Iterator[tuple[str, float]]:
     """Yield the tokens of a text, with their log-probabilities. Raises ValueError for a file of another kind."""
-    try:
-        yield from read_rows(path)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} must be a table that fwp-eval-lm --scores wrote, got another file ({error})."
-        ) from error
-
-
-def read_rows(path: Path) -> Iterator[tuple[str, float]]:
-    """Yield the same; a file that is not text raises csv.Error or UnicodeDecodeError."""
+    table = f"{path} must be a table that fwp-eval-lm --scores wrote"
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        if next(rows, None) != ["position", "token", "log_prob"]:
-            raise ValueError(f"{path} must be a table that fwp-eval-lm --scores wrote, got other columns.")
-        for number, row in enumerate(rows, 2):
-            try:
-                token, log_prob = row[1], float(row[2])
-            except (IndexError, ValueError):
-                raise ValueError(f"{path}, line {number}: it must have a token and a number, got {row}.") from None
-            if not math.isfinite(log_prob):
-                raise ValueError(f"{path}, line {number}: the log-probability must be finite, got {log_prob}.")
-            yield token, log_prob
+        try:
+            if next(rows, None) != ["position", "token", "log_prob"]:
+                raise ValueError(f"{table}, got other columns.")
+            for number, row in enumerate(rows, 2):
+                try:
+                    token, log_prob = row[1], float(row[2])
+                except (IndexError, ValueError):
+                    raise ValueError(f"{path}, line {number}: it must have a token and a number, got {row}.") from None
+                if not math.isfinite(log_prob):
+                    raise ValueError(f"{path}, line {number}: the log-probability must be finite, got {log_prob}.")
+                yield token, log_prob
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{table}, got another file ({error}).") from error
 
 
 def compare(base: Path, model: Path, block: int | None) -> Iterator[Token]:

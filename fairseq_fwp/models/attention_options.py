@@ -4,10 +4,9 @@ An option is one field, under the heading of its class. The tables in `attention
 map or a normalisation it becomes. Metadata `same_function`: see patches/options.py.
 """
 
-import re
 from argparse import ArgumentParser
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Optional
 
@@ -16,6 +15,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq_fwp.modules.attention.hybrid import MIXES
 from fairseq_fwp.modules.attention.read_out import OUTPUT_GATES
 from fairseq_fwp.modules.feature_maps import DRAWS
+from fairseq_fwp.ops.checks import renaming
 from fairseq_fwp.patches.options import flag, option
 
 
@@ -184,11 +184,6 @@ def add_choices(parser: ArgumentParser, options: type, choices: Mapping[str, Ite
             parser.add_argument(flag(field.name), choices=list(choices[field.name]), help=field.metadata["help"])
 
 
-@contextmanager
-def naming_flags(names: Mapping[str, str]) -> Iterator[None]:
+def naming_flags(names: Mapping[str, str]) -> AbstractContextManager[None]:
     """Replace the `arguments` that an error names by flags. names: options by argument."""
-    try:
-        yield
-    except ValueError as error:
-        by_argument = {f"`{argument}`": flag(name) for argument, name in names.items()}
-        raise ValueError(re.sub(r"`\w+`", lambda word: by_argument.get(word[0], word[0]), str(error))) from None
+    return renaming({argument: flag(name) for argument, name in names.items()})

@@ -39,10 +39,10 @@ Table = Mapping[str, str]  # the name of the option of each argument
 
 
 @dataclass(frozen=True)
-class Kind(Generic[Module]):
-    """A kind of attention, or of memory.
+class Configurable(Generic[Module]):
+    """A class of attention, or of memory, and where the arguments of its constructor come from.
 
-    module: its class; options: the name of the option of each argument; an option that a model lacks leaves the
+    module: the class; options: the name of the option of each argument; an option that a model lacks leaves the
     argument at its default; computed: arguments that the model computes. Every attention also gets those of `SIZES`.
     """
 
@@ -57,8 +57,8 @@ class Kind(Generic[Module]):
 
 SIZES = {"embed_dim": "decoder_embed_dim", "num_heads": "decoder_attention_heads"}
 
-ATTENTIONS: dict[str, Kind[Heads]] = {
-    "fast_weight": Kind(
+ATTENTIONS: dict[str, Configurable[Heads]] = {
+    "fast_weight": Configurable(
         FastWeightAttention,
         {
             "feature_map": "decoder_feature_map",
@@ -84,8 +84,8 @@ ATTENTIONS: dict[str, Kind[Heads]] = {
             "backend": "fwp_backend",
         },
     ),
-    "linear": Kind(LinearAttention, {"bias": "attention_bias"}, ("feature_map", "source_dim", "division")),
-    SOFTMAX: Kind(
+    "linear": Configurable(LinearAttention, {"bias": "attention_bias"}, ("feature_map", "source_dim", "division")),
+    SOFTMAX: Configurable(
         SoftmaxAttention,
         {
             "dropout": "attention_dropout",
@@ -101,8 +101,8 @@ ATTENTIONS: dict[str, Kind[Heads]] = {
             "window": "attention_window",
         },
     ),
-    "relative": Kind(RelativeAttention, {"dropout": "attention_dropout"}, ("positions", "window")),
-    "delta_rnn": Kind(
+    "relative": Configurable(RelativeAttention, {"dropout": "attention_dropout"}, ("positions", "window")),
+    "delta_rnn": Configurable(
         DeltaRnn,
         {
             "feature_map": "decoder_feature_map",
@@ -114,7 +114,7 @@ ATTENTIONS: dict[str, Kind[Heads]] = {
             "backend": "fwp_backend",
         },
     ),
-    "hybrid": Kind(
+    "hybrid": Configurable(
         Hybrid,
         {
             "dropout": "attention_dropout",
@@ -126,7 +126,7 @@ ATTENTIONS: dict[str, Kind[Heads]] = {
             "backend": "fwp_backend",
         },
     ),
-    "mlstm": Kind(
+    "mlstm": Configurable(
         Mlstm,
         {
             "key_dim": "decoder_key_dim",
@@ -135,8 +135,8 @@ ATTENTIONS: dict[str, Kind[Heads]] = {
             "backend": "fwp_backend",
         },
     ),
-    "recurrent_delta": Kind(RecurrentDelta, {"scale_read_out": "scale_read_out", "backend": "fwp_backend"}),
-    "time_mix": Kind(
+    "recurrent_delta": Configurable(RecurrentDelta, {"scale_read_out": "scale_read_out", "backend": "fwp_backend"}),
+    "time_mix": Configurable(
         TimeMix,
         {
             "decay_rank": "decay_rank",
@@ -238,7 +238,7 @@ def build_map(cfg: MemoryOptions, name: str, key_dim: int, besides: str = "") ->
     return construct(make, cfg, MAPS.get(name, {}), key_dim)
 
 
-def build_normalizations(cfg: MemoryOptions, kind: Kind[Module]) -> dict[str, Division | None]:
+def build_normalizations(cfg: MemoryOptions, kind: Configurable[Module]) -> dict[str, Division | None]:
     """Return the normalisations of a kind of attention, by the names of their arguments; None means off."""
     switches = {name: getattr(cfg, name) for name in NORMALIZATIONS if name in kind.options}
     return {name: build_division(cfg, name) if on else None for name, on in switches.items()}
@@ -251,7 +251,7 @@ def build_division(cfg: MemoryOptions, name: str = "division") -> Division:
     return construct(make, cfg, table)
 
 
-def used_options(cfg: MemoryOptions, kind: Kind[Module], feature_map: str) -> set[str]:
+def used_options(cfg: MemoryOptions, kind: Configurable[Module], feature_map: str) -> set[str]:
     """Return the options that an attention of this kind with this map uses."""
     used = {*kind.options.values()}
     if kind.takes("feature_map"):
@@ -261,7 +261,7 @@ def used_options(cfg: MemoryOptions, kind: Kind[Module], feature_map: str) -> se
             used.update(arguments)
     # None for a checkpoint whose plug-in is not loaded.
     rule = UPDATE_RULES.get(getattr(cfg, kind.options["update_rule"])) if kind.takes("update_rule") else None
-    if rule and not (rule.normaliser and rule.normaliser.retrieved):
+    if rule and not (rule.normalizer and rule.normalizer.retrieved):
         used.discard("attention_normalization_read_out_only")  # it only normalises its output in any case
     return used
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.models.attention_options import naming_flags
 from fairseq_fwp.models.attentions import ATTENTIONS
-from fairseq_fwp.models.graphs import Shapes, StepGraph, TrunkGraphs, split
+from fairseq_fwp.models.graphs import StepGraphs, TrunkGraphs
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fwp.modules.attention.base import AnyAttention, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
@@ -213,13 +213,15 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.last_inputs = cfg.decoder_layers * dim if cfg.channel_mix else 0  # numbers that their blocks keep
         # A state that does not grow with the text can be carried forever.
         self.carries_state = all(attention.constant_state for attention in self.attentions)
+        self.ages = any(attention.ages for attention in self.attentions)
+        self.has_positions = self.embed_positions is not None
         final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
         self.layer_norm = norm if final_norm else None
         # Without cutoffs too, so that the criterion adaptive_loss always works.
         self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
         self.apply(initialize)
         self.final_dropout: nn.Module = nn.Identity()
-        self.trunk_graphs, self.step_graphs = TrunkGraphs(), Shapes[StepGraph]("decoding")
+        self.trunk_graphs, self.step_graphs = TrunkGraphs(), StepGraphs()
         self.layer_positions: nn.ModuleList | None = None  # added to the inputs of each layer (Al-Rfou et al. 2019)
 
     @property
@@ -257,15 +259,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         if incremental_state is None:
             x, state = self.extract_features(prev_output_tokens, state, first=first)
         else:
-            state, read, rows = self.get_incremental_state(incremental_state, "state") or Decoded(state)
-            tokens = prev_output_tokens[:, read:]
-            if graphed := self.score_by_graph(tokens, state, rows) if scored else None:
-                x, state = graphed
-            else:
-                state = state if rows is None else cast(DecoderState, state).reorder(rows)
-                x, state = self.step(tokens, state, read)
-                # fairseq's generator divides the first value by --temperature: dividing features would miss the biases.
-                x = self.adaptive_softmax.get_log_prob(x, None) if scored else x
+            decoded = self.get_incremental_state(incremental_state, "state") or Decoded(state)
+            x, state = self._continue(decoded, prev_output_tokens, scored)
             self.set_incremental_state(incremental_state, "state", Decoded(state, prev_output_tokens.shape[1]))
         if not (scored or features_only):
             x = self.output_layer(x)
@@ -280,6 +275,16 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     def step(self, tokens: Tensor, state: DecoderState | None, start: int) -> tuple[Tensor, DecoderState]:
         """Return the same in incremental decoding, for tokens (B, L) that follow `start` tokens of the prefix."""
         return self._read(tokens, state, decoding=True)
+
+    def _continue(self, decoded: Decoded, tokens: Tensor, scored: bool) -> tuple[Tensor, DecoderState]:
+        """Read what follows in the prefix; return features, or log-probabilities if they are scored, and the state."""
+        state, read, rows = decoded
+        tokens = tokens[:, read:]
+        if scored and (graphed := self.score_by_graph(tokens, state, rows)):
+            return graphed
+        x, state = self.step(tokens, state if rows is None else cast(DecoderState, state).reorder(rows), read)
+        # fairseq's generator divides the first value by --temperature: dividing features would miss the biases.
+        return self.adaptive_softmax.get_log_prob(x, None) if scored else x, state
 
     @property
     def steps_are_alike(self) -> bool:
@@ -298,25 +303,16 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         read_one = state is not None and tokens.shape[1] == 1 and not (self.training or torch.is_grad_enabled())
         if not (self.cuda_graphs and read_one and tokens.is_cuda and self.steps_are_alike):
             return None
-        before, join = split(state)
-        selects, count = rows is not None, len(before)
-        inputs = [tokens, *before] if rows is None else [tokens, *before, rows]
+        return self.step_graphs(self._score, tokens, state, rows)
 
-        def read(token: Tensor, *given: Tensor) -> list[Tensor]:
-            state = join(given[:count])
-            x, state = self._read(token, state.reorder(given[-1]) if selects else state, decoding=True)
-            return [self.adaptive_softmax.get_log_prob(x, None), *split(state)[0]]
-
-        shape = tuple((x.shape, x.dtype) for x in inputs)
-        graph = self.step_graphs.find(shape, lambda: StepGraph(read, inputs, self.step_graphs.pool))
-        if graph is None:
-            return None
-        log_probs, *after = graph(inputs)
-        return log_probs, join(after)
+    def _score(self, token: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Return log-probabilities (B, 1, V) after one more token (B, 1), and the new state."""
+        x, state = self._read(token, state, decoding=True)
+        return self.adaptive_softmax.get_log_prob(x, None), state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LanguageModelDecoder":
         """Forget the graphs of parameters that move."""
-        self.trunk_graphs, self.step_graphs = TrunkGraphs(), Shapes[StepGraph]("decoding")
+        self.trunk_graphs, self.step_graphs = TrunkGraphs(), StepGraphs()
         super()._apply(fn, recurse)
         return self
 

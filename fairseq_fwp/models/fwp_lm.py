@@ -142,19 +142,21 @@ class FwpDecoder(LanguageModelDecoder):
         return make_attention(cfg, *cfg.attention_sizes, names[index], depth)
 
 
-def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:
-    """Return the name in ATTENTIONS of each layer's attention. Raises ValueError for impossible --softmax-layers."""
+def layer_attentions(cfg: FwpLanguageModelConfig, given: str = "--softmax-layers") -> list[str]:
+    """Return the name in ATTENTIONS of each layer's attention.
+
+    given: the flag that the ValueError for impossible layers names.
+    """
     name, layers = attention_name(cfg), [str(index) for index in range(cfg.decoder_layers)]
     if cfg.softmax_layers is None:
         return [name] * len(layers)
-    left_out = "--softmax-layers must be left out with --decoder-update-rule softmax"
-    check(cfg.decoder_update_rule != SOFTMAX, f"{left_out}, got {cfg.softmax_layers!r}")
+    left_out = f"{given} must be left out with --decoder-update-rule softmax, got {cfg.softmax_layers!r}"
+    check(cfg.decoder_update_rule != SOFTMAX, left_out)
     chosen = str(cfg.softmax_layers).split(",")  # a number if --model-overrides gives one
     # One spelling for the same layers: options of checkpoints are compared as text.
     ascending = [index for index in layers if index in chosen] == chosen
     check(
         ascending,
-        f"--softmax-layers must be ascending numbers from 0 to {layers[-1]}, separated by commas, got "
-        f"{cfg.softmax_layers!r}",
+        f"{given} must be ascending numbers from 0 to {layers[-1]}, separated by commas, got {cfg.softmax_layers!r}",
     )
     return [SOFTMAX if index in chosen else name for index in layers]

@@ -232,3 +232,29 @@ class StepGraph:
         copy_all(self.inputs, tensors)
         self.graph.replay()
         return copies_of(self.outputs)
+
+
+class StepGraphs:
+    """Steps of decoding: for each shape a graph of one token after a state."""
+
+    def __init__(self) -> None:
+        self.shapes: Shapes[StepGraph] = Shapes("decoding")
+
+    def __call__(
+        self, step: Layers, token: Tensor, state: StateTree, rows: Tensor | None
+    ) -> tuple[Tensor, StateTree] | None:
+        """Return step(token, state), after the state's rows (B,) if given, by a graph; None: this call has none."""
+        before, join = split(state)
+        inputs = [token, *before] if rows is None else [token, *before, rows]
+
+        def read(token: Tensor, *given: Tensor) -> list[Tensor]:
+            state = join(given[: len(before)])
+            result, state = step(token, state if rows is None else state.reorder(given[-1]))
+            return [result, *split(state)[0]]
+
+        shape = tuple((x.shape, x.dtype) for x in inputs)
+        graph = self.shapes.find(shape, lambda: StepGraph(read, inputs, self.shapes.pool))
+        if graph is None:
+            return None
+        result, *after = graph(inputs)
+        return result, join(after)

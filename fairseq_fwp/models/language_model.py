@@ -1,23 +1,20 @@
 """The bases of models: one compares options with those of loaded weights, one makes a language model of a decoder."""
 
-import copy
 import logging
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import ClassVar, Protocol, runtime_checkable
 
 from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import BaseFairseqModel, FairseqLanguageModel
 from fairseq.tasks import FairseqTask
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from fairseq_fwp.models.decoder import LanguageModelDecoder
 from fairseq_fwp.modules.decoding import Sample
 from fairseq_fwp.ops.checks import check
-from fairseq_fwp.patches.options import Settings, as_given, plain, read_options, setting
+from fairseq_fwp.patches.options import Settings, as_given, flag, plain, read_options, setting
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +142,8 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
         warn_of_unused(cls.unused_flags(cfg))
         settings = setting(task, "args", None)  # a conversion, which does not read segments, has none
         if settings is not None and not setting(settings, "carry_state", False):
-            for flag, instead in decoder.needs_state.items():
-                logger.warning(f"{flag} has no effect without --task fwp_language_modeling --carry-state: {instead}")
+            for given, instead in decoder.needs_state.items():
+                logger.warning(f"{given} has no effect without --task fwp_language_modeling --carry-state: {instead}")
         return cls(decoder)
 
     def get_targets(self, sample: Sample, net_output: object) -> Tensor:
@@ -171,17 +168,7 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
         return MAX_GENERATED_POSITIONS
 
 
-def warn_of_unused(flags: list[str]) -> None:
-    """Warn of flags without effect. They may come from an architecture, so they are not an error."""
-    for flag in flags:
-        logger.warning("--%s has no effect on the chosen attention", flag.replace("_", "-"))
-
-
-def fill_in_defaults(cfg: FairseqDataclass, defaults: FairseqDataclass) -> FairseqDataclass:
-    """Return the configuration with defaults for options that an earlier version's checkpoint does not have."""
-    missing = {option.name: getattr(defaults, option.name) for option in fields(defaults) if option.name not in cfg}
-    if not missing:
-        return cfg
-    completed = copy.deepcopy(cfg)
-    OmegaConf.set_struct(completed, False)
-    return OmegaConf.merge(completed, missing)
+def warn_of_unused(names: list[str]) -> None:
+    """Warn of options without effect. They may come from an architecture, so they are not an error."""
+    for name in names:
+        logger.warning(f"{flag(name)} has no effect on the chosen attention")

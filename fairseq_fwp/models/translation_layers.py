@@ -128,7 +128,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
                 f"{cfg.decoder_update_rule}"
             )
         q_k, v, *_ = attention.in_proj.weight.split([*attention.columns.values()])
-        initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
+        draw_projections(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
         return CausalAttention(attention)
 
     def build_encoder_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
@@ -155,11 +155,13 @@ def build_linear_attention(
     parts = {"feature_map": feature_map, "division": build_division(given), **options}
     attention = construct(SequenceAttention, given, table, *sizes, **parts)
     k, v = attention.kv_proj.weight.chunk(2)
-    initialize((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim, attention.feature_map)
+    draw_projections((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim, attention.feature_map)
     return attention
 
 
-def initialize(q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim: int, feature_map: FeatureMap) -> None:
+def draw_projections(
+    q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim: int, feature_map: FeatureMap
+) -> None:
     """Draw projections as fairseq's softmax attention, with queries and keys times d^(-1/4), here or in the map.
 
     So q . k starts as large as in softmax attention, which divides it by sqrt(d). FAVOR+, which estimates exp(q . k),

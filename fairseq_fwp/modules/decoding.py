@@ -64,10 +64,14 @@ class StreamingDecoder(Protocol):
 
     carries_state: whether the size of its state has a bound, so that a stream of any length can carry it;
     packs_documents: whether `first` can be given, so that a segment holds several documents;
+    ages: whether its state goes on changing however long the text is, so that an old one may be unknown to the model;
+    has_positions: whether absolute positions, which grow with the text, are added to its inputs;
     adaptive_softmax: the probabilities of words, from features.
     """
 
     carries_state: bool
+    ages: bool
+    has_positions: bool
     packs_documents: bool
     adaptive_softmax: AdaptiveSoftmax
 

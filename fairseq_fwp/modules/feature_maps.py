@@ -22,13 +22,13 @@ class FeatureMap(nn.Module):
     """A module from (..., head_dim) to (..., feature_dim) that maps each vector by itself.
 
     feature_dim: the size of its output;
-    positive: whether features are never negative, which division by a sum of features needs;
+    positive: whether features are never negative, which division by a sum of features, and so a normalisation, needs;
     epsilon: the lower bound of such a sum; scale: a factor of its input vectors, applied first.
 
     A map that learns has `initialize()`, which draws its initial values.
     """
 
-    positive: bool
+    positive = False
     epsilon: float = 1e-6
     scale: float = 1.0
 
@@ -293,12 +293,7 @@ class LearnedRelu(FeatureMap):
 
 
 class Identity(FeatureMap):
-    """The map phi(x) = x, as in Schlag et al. 2021, Sec. 3.1 (attention without softmax) and in Mao 2022.
-
-    Its features have either sign, so no normalisation by a sum applies to it.
-    """
-
-    positive = False
+    """The map phi(x) = x, as in Schlag et al. 2021, Sec. 3.1 (attention without softmax) and in Mao 2022."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -308,22 +303,14 @@ class Tanh(FeatureMap):
     """The map phi(x) = tanh(x), element by element: a baseline of Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1.2.
 
     Schlag, Munkhdalai & Schmidhuber 2021, arXiv 2011.07831, have it in the rule fwm.
-    Its features have either sign, so no normalisation by a sum applies to it.
     """
-
-    positive = False
 
     def forward(self, x: Tensor) -> Tensor:
         return at_least_float32(x).tanh()
 
 
 class Silu(FeatureMap):
-    """The map phi(x) = x sigmoid(x), element by element: Yang et al. 2024, arXiv 2406.06484, Sec. 3.3 (DeltaNet).
-
-    Its features have either sign, so no normalisation by a sum applies to it.
-    """
-
-    positive = False
+    """The map phi(x) = x sigmoid(x), element by element: Yang et al. 2024, arXiv 2406.06484, Sec. 3.3 (DeltaNet)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(at_least_float32(x))

@@ -1,4 +1,4 @@
-"""Update rules for layers: the operator, and the gates that a layer projects for it.
+"""Update rules for layers: the function of tensors, and the gates that a layer projects for it.
 
 A new rule is a step in `ops/rules.py`, or in a plug-in, and one line in `UPDATE_RULES`. Shapes: B batch, H heads, L
 tokens, Dk size of a mapped key, Dv size of a value.
@@ -69,37 +69,39 @@ def resolve(size: Size, key_dim: int, value_dim: int) -> int:
     return size if isinstance(size, int) else {"Dk": key_dim, "Dv": value_dim}[size]
 
 
-class Normaliser(NamedTuple):
+class Normalizer(NamedTuple):
     """z of attention normalisation, which divides the output of a rule by z . q.
 
     gates: function from the rule's gates to those of a rule for values (B, H, L, 1) of one, whose memory is z. So z
         forgets as the memory does. None: z is the plain sum of the keys.
-    operator: the rule that takes these gates. None: it is the rule itself.
+    function: the rule that takes these gates. None: it is the rule itself.
     retrieved: whether the rule writes the difference to the value that the key retrieves. It is divided too, unless z
-        has an operator of its own: then only the output can be divided.
+        has a rule of its own: then only the output can be divided.
     """
 
     gates: Callable[..., tuple[Tensor, ...]] | None = None
-    operator: ops.Rule | None = None
+    function: ops.Rule | None = None
     retrieved: bool = False
 
     @property
     def output_only(self) -> bool:
         """Whether only the output can be divided."""
-        return self.operator is not None
+        return self.function is not None
 
 
 class UpdateRule(NamedTuple):
-    """An update rule: its operator and its gates.
+    """An update rule of layers: what it computes, and the gates that a layer projects for it.
 
-    normaliser: what attention normalisation divides by. None: it is not defined for the rule.
+    normalizer: what attention normalisation divides by. None: it is not defined for the rule.
     steps: keys and values a token, N: k (B, H, L, N, Dk), v (B, H, L, N, Dv).
+    only_adds: whether what it reads from an empty memory is (q k^T) v, causally masked: cheaper for few tokens.
     """
 
-    operator: ops.Rule
+    function: ops.Rule
     gates: tuple[Gate, ...] = ()
-    normaliser: Normaliser | None = Normaliser()
+    normalizer: Normalizer | None = Normalizer()
     steps: int = 1
+    only_adds: bool = False
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Pickle an entry of the table as its name: its functions may have none."""
@@ -164,20 +166,20 @@ def to_unit_length(x: Tensor, epsilon: float = 0.0) -> Tensor:
 
 BETA = Gate("beta", doubles=True)
 UPDATE_RULES = {
-    "sum": UpdateRule(ops.sum_rule),
+    "sum": UpdateRule(ops.sum_rule, only_adds=True),
     "gated": UpdateRule(
         # Mao 2022, Eq. 5: the gate has no bias, and also gates the normaliser.
         ops.gated_rule,
         (Gate("gate", at_padding=1),),
-        Normaliser(lambda gate: (gate,)),
+        Normalizer(lambda gate: (gate,)),
     ),
     "gla": UpdateRule(
         # Yang et al. 2024, Sec. 4.4: a projection of rank 16.
         ops.gla_rule,
         (Gate("decay", size="Dk", rank=16, bias=torch.zeros, at_padding=1, activation=gla_decay),),
-        Normaliser(lambda decay: (decay,)),
+        Normalizer(lambda decay: (decay,)),
     ),
-    "delta": UpdateRule(ops.delta_rule, (BETA,), Normaliser(retrieved=True)),
+    "delta": UpdateRule(ops.delta_rule, (BETA,), Normalizer(retrieved=True)),
     "decay": UpdateRule(
         ops.decay_rule,
         (
@@ -185,18 +187,18 @@ UPDATE_RULES = {
             Gate("value_decay", size="Dv", bias=uniform_gate_bias, at_padding=1),
         ),
         # The paper does not normalise decaying memories; the rule on values of one gives the remaining keys.
-        Normaliser(lambda key_decay, value_decay: (key_decay, torch.ones_like(value_decay[..., :1]))),
+        Normalizer(lambda key_decay, value_decay: (key_decay, torch.ones_like(value_decay[..., :1]))),
     ),
     "gated_delta": UpdateRule(
         ops.gated_delta_rule,
         (Gate("decay", at_padding=1, learned=MambaDecay), BETA),
-        Normaliser(lambda decay, beta: (decay,), ops.gla_rule, retrieved=True),
+        Normalizer(lambda decay, beta: (decay,), ops.gla_rule, retrieved=True),
     ),
     "kda": UpdateRule(
         # Kimi Team 2025, Sec. 4: a decay for each dimension of the key, of the rank of a head.
         ops.gated_delta_rule,
         (Gate("decay", size="Dk", rank="Dv", at_padding=1, learned=MambaDecay), BETA),
-        Normaliser(lambda decay, beta: (decay,), ops.gla_rule, retrieved=True),
+        Normalizer(lambda decay, beta: (decay,), ops.gla_rule, retrieved=True),
     ),
     "gdn2": UpdateRule(
         # Hatamizadeh et al. 2026: the decay of Kimi Delta Attention, and gates for erasing and writing.
@@ -206,10 +208,10 @@ UPDATE_RULES = {
             Gate("erase", size="Dk"),
             Gate("write", size="Dv"),
         ),
-        Normaliser(lambda decay, erase, write: (decay,), ops.gla_rule, retrieved=True),
+        Normalizer(lambda decay, erase, write: (decay,), ops.gla_rule, retrieved=True),
     ),
     # Siems et al. 2025 use up to four steps a token; the symmetric group of three elements needs two.
-    "delta_product": UpdateRule(PRODUCT, (replace(BETA, size=2),), normaliser=None, steps=2),
+    "delta_product": UpdateRule(PRODUCT, (replace(BETA, size=2),), normalizer=None, steps=2),
     "rwkv7": UpdateRule(
         # After Peng et al. 2025, with projections of the rank of a head for the decay and the rate. In the paper the
         # decay's projection contains a tanh. The removal key is projected here; in the paper it is the key times a
@@ -220,9 +222,9 @@ UPDATE_RULES = {
             Gate("removal_key", size="Dk", activation=to_unit_length),
             Gate("removal_rate", size="Dk", rank="Dv", bias=torch.zeros, at_padding=0),
         ),
-        normaliser=None,
+        normalizer=None,
     ),
-    "fwm": UpdateRule(ops.fwm_rule, (Gate("beta"),), Normaliser(retrieved=True)),
+    "fwm": UpdateRule(ops.fwm_rule, (Gate("beta"),), Normalizer(retrieved=True)),
 }
 
 
@@ -233,13 +235,13 @@ def find_rule(name: str) -> UpdateRule:
     check(isinstance(rule, UpdateRule), f"{where} must be an UpdateRule, got {type(rule).__name__}")
     are_gates = isinstance(rule.gates, tuple) and all(isinstance(gate, Gate) for gate in rule.gates)
     check(are_gates, f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
-    check(isinstance(rule.operator, ops.Rule), f"{where}: operator must be an ops.Rule, got {rule.operator!r}")
-    is_normaliser = rule.normaliser is None or isinstance(rule.normaliser, Normaliser)
-    check(is_normaliser, f"{where}: normaliser must be a Normaliser or None, got {rule.normaliser!r}")
-    names, of_operator = [gate.name for gate in rule.gates], [*rule.operator.gates]
+    check(isinstance(rule.function, ops.Rule), f"{where}: function must be an ops.Rule, got {rule.function!r}")
+    is_normalizer = rule.normalizer is None or isinstance(rule.normalizer, Normalizer)
+    check(is_normalizer, f"{where}: normalizer must be a Normalizer or None, got {rule.normalizer!r}")
+    names, wanted = [gate.name for gate in rule.gates], [*rule.function.gates]
     check(
-        names == of_operator,
-        f"{where}: gates must be those of {rule.operator.name}, in their order: {', '.join(of_operator)}, "
+        names == wanted,
+        f"{where}: gates must be those of {rule.function.name}, in their order: {', '.join(wanted)}, "
         f"got {', '.join(names) or 'none'}",
     )
     return rule

@@ -1,6 +1,8 @@
 """Checks of arguments, whose errors say in one sentence what is wrong."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 
@@ -8,6 +10,15 @@ def check(condition: object, message: str) -> None:
     """Raise ValueError with the message unless the condition holds."""
     if not condition:
         raise ValueError(message)
+
+
+@contextmanager
+def renaming(words: Mapping[str, str]) -> Iterator[None]:
+    """Replace the `arguments` that a ValueError names by a user's words, such as the flags that set them."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(r"`(\w+)`", lambda name: words.get(name[1], name[0]), str(error))) from None
 
 
 Entry = TypeVar("Entry")

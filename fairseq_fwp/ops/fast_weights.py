@@ -11,7 +11,7 @@ Schema, fake implementation, checks and autograd of all rules with kernels are h
 of a key, Dv size of a value.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -42,6 +42,8 @@ OPTIONAL = {
     "removal_key": (PER_KEY,),
     "removal": (PER_KEY,),
 }
+TOKENS = ("q", "k", "v", *OPTIONAL)  # the inputs that have an entry for each token
+DIFFERENTIABLE = (*TOKENS, "state")
 Terms: TypeAlias = Mapping[str, str | bool]  # a rule's gate for each optional input that it has, and "erases"
 SCHEMA = ", ".join(f"Tensor? {name}" for name in (*OPTIONAL, "state", "first")) + ", bool erases"
 
@@ -62,10 +64,14 @@ class Inputs(NamedTuple):
     erases: bool = False
     keeps: bool = True  # whether a backward pass may follow: without one, kernels keep nothing for it
 
+    def parts(self, names: Iterable[str]) -> tuple[Any, ...]:
+        """Return the inputs of these names, None for those that are absent."""
+        return tuple(getattr(self, name) for name in names)
+
     @property
     def tokens(self) -> tuple[Tensor, ...]:
         """The given tensors that have an entry for each token."""
-        return tuple(x for x in self[:8] if x is not None)
+        return tuple(x for x in self.parts(TOKENS) if x is not None)
 
     @property
     def keeps_states(self) -> bool:
@@ -88,11 +94,9 @@ def fast_weights(
     erases: bool = False,
 ) -> Results:
     """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) for the inputs of :class:`Inputs`."""
-    if q.is_cuda:
-        on_tensor_cores = first is not None and q.dtype == torch.bfloat16
-        if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
-            # There, only kernels with decays take several documents.
-            decay = q.new_ones(()).expand(v.shape[:3])
+    forgets = decay is not None or value_decay is not None or removal_key is not None
+    if q.is_cuda and q.dtype == torch.bfloat16 and first is not None and not forgets:
+        decay = q.new_ones(()).expand(v.shape[:3])  # on tensor cores only kernels with decays take several documents
     given = (q, k, v, decay, value_decay, rate, removal_key, removal, state, first)
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in given if x is not None)
     out, memory, *_ = _forward(*given, erases, keeps or q.is_cuda)  # kernels on a GPU read the states that they keep
@@ -225,12 +229,13 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     starts = reference.forward(run, tokens, inputs.state, inputs.first)[2]
     computed = iter(reference.backward(run, tokens, inputs.first, starts, grad_out, grad_state))
     grads = _allocate_gradients(inputs, retrieved)
-    return tuple(x if inputs[i] is None else next(computed) for i, x in enumerate(grads))
+    given = zip(inputs.parts(DIFFERENTIABLE), grads, strict=True)
+    return tuple(empty if x is None else next(computed) for x, empty in given)
 
 
 def _allocate_gradients(inputs: Inputs, retrieved: Tensor) -> tuple[Tensor, ...]:
     like = inputs._replace(v=retrieved.to(inputs.q.dtype) if inputs.v is None else inputs.v)
-    return tuple(inputs.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like[:9])
+    return tuple(inputs.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like.parts(DIFFERENTIABLE))
 
 
 @torch.library.register_fake(_backward)
@@ -244,14 +249,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.erases = named.erases
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*named._replace(v=None if named.erases else named.v)[:-2], *output[2:])
+    saved = named._replace(v=None if named.erases else named.v).parts((*DIFFERENTIABLE, "first"))
+    ctx.save_for_backward(*saved, *output[2:])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, *_: None) -> tuple[Any, ...]:
     *tensors, retrieved, kept, segments = ctx.saved_tensors
     grads = _backward(*tensors, ctx.erases, retrieved, kept, segments, grad_out, grad_state)
-    needed = ctx.needs_input_grad[:9]
-    return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), None, None, None
+    needed = zip(grads, ctx.needs_input_grad, strict=False)  # which also has first, erases and keeps
+    return *(grad if wanted else None for grad, wanted in needed), None, None, None
 
 
 torch.library.register_autograd(_forward, _differentiate, setup_context=_setup_context)

@@ -65,7 +65,7 @@ def has_kernel(x: Tensor) -> bool:
     """Return whether `map_projection` takes this projection."""
     if not suits_kernel(x, DEVICE, DTYPES):
         return False
-    return not (DEVICE in self_check.CHECKED and self_check.distrusted(NAME, str(x.device), instead=INSTEAD))
+    return not (DEVICE in self_check.CHECKED and self_check.warn_of_fault(NAME, str(x.device), instead=INSTEAD))
 
 
 def map_projection(projected: Tensor, layout: Layout, random: Tensor | None = None) -> list[Tensor]:

@@ -18,7 +18,7 @@ from . import fla
 from .arguments import PER_VALUE, SHARED_KEY, Results, Shape, check_arguments
 from .fast_weights import Terms, case_of
 from .kernels import load_kernels, self_check
-from .kernels.backend import require_kernel, too_large
+from .kernels.backend import require_kernel, warn_of_size
 from .operator import define, refuse_double_backward
 from .reference import allocate, backward, forward, loop
 
@@ -61,6 +61,9 @@ class Rule:
         {"rate": "beta", "erases": True}; or it is a function (q, k, v, *gates, state=, first=) -> results. None: the
         step itself runs, and the backward pass runs it again, for one chunk of tokens at a time.
     key, value: shapes of k and v.
+
+    It has also `names`, of the tensors with an entry for each token, and `operator`, which computes it by an operator
+    of PyTorch: (q, k, v, *gates, state=, first=) -> results.
     """
 
     def __init__(
@@ -75,10 +78,11 @@ class Rule:
         _check_form(name, step, gates)
         self.name, self.step, self.gates, self.key, self.value = name, step, gates, key, value
         self.as_fast_weights = as_fast_weights
-        self.by_operator = _operator_of(self)
+        self.names = ("q", "k", "v", *gates)
+        self.operator = _operator_of(self)
         update_wrapper(self, step, assigned=("__module__", "__doc__"), updated=())
         self.__name__ = self.__qualname__ = name
-        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("q", "k", "v", *gates)]
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in self.names]
         parameters.append(Parameter("state", Parameter.POSITIONAL_OR_KEYWORD, default=None))
         parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in OPTIONS.items()]
         self.__signature__ = Signature(parameters)
@@ -123,24 +127,20 @@ class Rule:
         **named: Any,
     ) -> tuple[Tensor, ...]:
         """Return out (B, H, L, Dv) and the new state. Arguments: q, k, v, gates and state, in this order or by name."""
-        # The usual forms, without the microseconds that sorting the arguments needs.
-        count = 3 + len(self.gates)
-        if states_after is None and len(arguments) == count + 1 and not named:
-            return self.run(*arguments[:-1], state=arguments[-1], first=first, backend=backend)
-        if states_after is None and len(arguments) == count and named.keys() <= {"state"}:
-            return self.run(*arguments, **named, first=first, backend=backend)
-        names = ("q", "k", "v", *self.gates, "state")
-        values = dict(zip(names, arguments, strict=False)) | named
-        if len(arguments) > len(names) or {*names[:-1]} - {*values} or {*values} - {*names}:
+        count = len(self.names)
+        if states_after is None and not named and len(arguments) in (count, count + 1):  # the rest costs microseconds
+            state = arguments[count] if len(arguments) > count else None
+            return self.run(*arguments[:count], state=state, first=first, backend=backend)
+        values = dict(zip((*self.names, "state"), arguments, strict=False)) | named
+        each_once = len(values) == len(arguments) + len(named)
+        state = values.pop("state", None)
+        if not each_once or len(values) != count or any(name not in values for name in self.names):
             by_name = f" and {', '.join(named)} by name" if named else ""
             raise TypeError(
-                f"the arguments of {self.name} must be {', '.join(names[:-1])} and, if wanted, state, by position or "
+                f"the arguments of {self.name} must be {', '.join(self.names)} and, if wanted, state, by position or "
                 f"by name, and first, backend and states_after only by name, got {len(arguments)} by position{by_name}"
             )
-        if twice := {*names[: len(arguments)]} & {*named}:
-            raise TypeError(f"{self.name} must get arguments once, got two values of {', '.join(sorted(twice))}")
-        state = values.pop("state", None)
-        tokens = [values[name] for name in names[:-1]]
+        tokens = [values[name] for name in self.names]
         if states_after is None:
             return self.run(*tokens, state=state, first=first, backend=backend)
         try:
@@ -156,7 +156,7 @@ class Rule:
         compute = self._choose(backend, tokens[0], tokens[2])
         # On small inputs the checks cost several times as much as the kernel, which checks its arguments itself. So
         # they only run after it fails, to explain the error. (Some rules would take None for another rule.)
-        if compute is not self.by_operator or torch.compiler.is_compiling() or any(x is None for x in tokens):
+        if compute is not self.operator or torch.compiler.is_compiling() or any(x is None for x in tokens):
             self.check(*tokens, state=state, first=first)
             return compute(*tokens, state=state, first=first)
         if forward_ad._current_level >= 0:
@@ -186,9 +186,9 @@ class Rule:
         if required:
             require_kernel(q.device.type)
         checked = self.has_kernel and q.device.type in self_check.CHECKED
-        if too_large(q, v, required) or (checked and self_check.distrusted(self.name, str(q.device), required)):
+        if warn_of_size(q, v, required) or (checked and self_check.warn_of_fault(self.name, str(q.device), required)):
             return self.reference
-        return self.by_operator
+        return self.operator
 
     def _run_pieces(
         self, tokens: list[Tensor], state: Tensor | None, first: Tensor | None, backend: str, ends: list[int]
@@ -213,11 +213,11 @@ class Rule:
     def check(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> None:
         """Raise ValueError or TypeError, in one sentence, unless the arguments fit one another."""
         shapes = [(SHARED_KEY,), (self.key,), (self.value,), *self.gates.values()]
-        named = zip(("q", "k", "v", *self.gates), zip(tokens, shapes, strict=True), strict=True)
-        check_arguments(self.name, dict(named), state, first)
+        named = dict(zip(self.names, zip(tokens, shapes, strict=True), strict=True))
+        check_arguments(self.name, named, state, first)
 
     def _run_fla(self, *tokens: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
-        return fla.run(self.name, dict(zip(("q", "k", "v", *self.gates), tokens, strict=True)), state, first)
+        return fla.run(self.name, dict(zip(self.names, tokens, strict=True)), state, first)
 
     def _refuse_tangents(self, *arguments: Tensor | None) -> None:
         """Refuse forward-mode derivatives, which would silently be zero; loaded kernels refuse them themselves."""
@@ -276,13 +276,14 @@ def _free_name(name: str) -> str:
 def _operator_of(rule: Rule) -> Callable[..., Results]:
     """Return the rule by the family's operator, or by one of its own: (q, k, v, *gates, state=, first=) -> results."""
     case = rule.as_fast_weights
-    return make_operator(rule) if case is None else case if callable(case) else case_of(case, rule.gates)
+    if case is None:
+        return make_operator(rule)
+    return case if callable(case) else case_of(case, rule.gates)
 
 
 def make_operator(rule: Rule) -> Callable[..., Results]:
     """Return the rule as an operator ``fwp::<name>`` of PyTorch, with its fake and its autograd."""
-    name, names = _free_name(rule.name), ("q", "k", "v", *rule.gates)
-    tensors = ", ".join(f"Tensor {tensor}" for tensor in names)
+    name, tensors = _free_name(rule.name), ", ".join(f"Tensor {tensor}" for tensor in rule.names)
     schema = f"({tensors}, Tensor? state, Tensor? first) -> (Tensor, Tensor, Tensor)"
 
     @define(name, schema)

@@ -292,25 +292,14 @@ def dplr_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: 
     return decay.unsqueeze(-1) * memory - outer(removal, retrieve(removal_key, memory)) + outer(k, v)
 
 
-def _gdn2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    erase: Tensor,
-    write: Tensor,
-    *,
-    state: Tensor | None,
-    first: Tensor | None,
-) -> Results:
+def _gdn2(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor, **options: Any) -> Results:
     _expect_factors(q, (decay, decay.shape), (erase, (*v.shape[:3], k.shape[3])), (write, v.shape))
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError("gdn2_rule: q, k and v must have the same dtype")
     dtype, (q, k, v, decay) = v.dtype, map(at_least_float32, (q, k, v, decay))
     key = for_heads(k, v.shape[1])
     removal_key = erase * key * (decay if decay.dim() == 4 else decay.unsqueeze(-1))
-    options: dict[str, Any] = {"removal_key": removal_key, "removal": key, "state": state, "first": first}
-    out, memory = fast_weights(q, k, write * v, decay=decay, **options)
+    out, memory = fast_weights(q, k, write * v, decay=decay, removal_key=removal_key, removal=key, **options)
     return out.to(dtype), memory
 
 

@@ -18,12 +18,24 @@ class Carried(NamedTuple):
     streams: tuple[int, ...] = ()
     state: State | None = None
 
+    def of_rows(self, segment: Segment, device: torch.device) -> State | None:
+        """Return the state before a batch, None if all its rows start without one."""
+        state, fresh = self.state, segment["fresh"]
+        if state is None or all(fresh):
+            return None
+        if tuple(segment["streams"]) != self.streams:
+            state = state.reorder(torch.tensor([self.streams.index(s) for s in segment["streams"]], device=device))
+        return state.reset(torch.tensor(fresh, device=device)) if any(fresh) else state
+
 
 class CarriedState:
-    """The state that one process carries through an epoch, or through a validation."""
+    """The state that one process carries through an epoch, or through a validation.
+
+    It keeps that of the last update too: --amp repeats an update with the same batches after an overflow.
+    """
 
     def __init__(self) -> None:
-        self._now = self._before_update = Carried()
+        self._now = self._at_update = Carried()
         self._updated = False
         self._saved: Tensor | None = None
 
@@ -38,7 +50,7 @@ class CarriedState:
             yield sample
             return
         device = sample["net_input"]["src_tokens"].device
-        net_input = {**sample["net_input"], "state": self._before(segment, device)}
+        net_input = {**sample["net_input"], "state": self._find(segment["segment"], device).of_rows(segment, device)}
         # A hook, because criteria only read the first value that a model returns.
         states: list[State] = []
 
@@ -68,23 +80,17 @@ class CarriedState:
         """Record an update of the parameters; call it after each update."""
         self._updated = True
 
-    def _before(self, segment: Segment, device: torch.device) -> State | None:
-        """Return the state before a batch, None if all its rows start without a state."""
+    def _find(self, segment: int, device: torch.device) -> Carried:
+        """Return what was carried to a segment: what was left there, or at the last update if this one is repeated."""
         if self._saved is not None:
             buffer, self._saved = io.BytesIO(self._saved.numpy().tobytes()), None
-            self._now = self._before_update = Carried(*torch.load(buffer, map_location=device, weights_only=True))
-        if segment["segment"] < self._now.segment:
-            # --amp repeats an update with the same batches after an overflow.
-            self._now = self._before_update
+            self._now = self._at_update = Carried(*torch.load(buffer, map_location=device, weights_only=True))
+        if segment < self._now.segment:
+            self._now = self._at_update
         elif self._updated:
-            self._before_update = self._now
+            self._at_update = self._now
         self._updated = False
-        _, streams, state = self._now
-        if state is None or all(segment["fresh"]):
-            return None
-        if tuple(segment["streams"]) != streams:
-            state = state.reorder(torch.tensor([streams.index(s) for s in segment["streams"]], device=device))
-        return state.reset(torch.tensor(segment["fresh"], device=device)) if any(segment["fresh"]) else state
+        return self._now
 
     def save(self) -> Tensor:
         """Return the state as bytes, (n,) uint8, so that a checkpoint with it loads without this package."""

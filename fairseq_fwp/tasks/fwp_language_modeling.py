@@ -23,7 +23,7 @@ from fairseq_fwp.modules.decoding import Sample, streaming
 from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
-from fairseq_fwp.tasks.streams import FAR, StreamIterator, Streams
+from fairseq_fwp.tasks.streams import StreamIterator, Streams, warn_of_age
 from fairseq_fwp.tasks.text import BLANK_LINE, JoinedLines, TextBlocks, document_starts, read_split
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         return iterator
 
     def _warn_of_age(self, streams: int, segments: int) -> None:
-        """Warn where no state is carried, or one much older than in training is scored."""
+        """Warn where no state is carried, or where one is far older than in training."""
         length = self.args.tokens_per_sample
         if self.args.carry_state and segments == 1:
             logger.warning(
@@ -185,11 +185,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
                 "give a smaller --batch-size or --tokens-per-sample"
             )
         self.trained_segments = self.trained_segments or segments
-        if self.args.carry_state and not self.args.reset_state_after and segments > FAR * self.trained_segments:
-            logger.warning(
-                f"states are scored after up to {segments * length:,} tokens, and none is older than "
-                f"{self.trained_segments * length:,} in training: give a larger --batch-size-valid"
-            )
+        if self.args.carry_state and not self.args.reset_state_after:
+            warn_of_age(segments * length, self.trained_segments * length, "give a larger --batch-size-valid")
 
     def _batch_size(self, max_tokens: int | None, max_sentences: int | None) -> int:
         """Return the number of streams in a process."""

@@ -1,5 +1,6 @@
 """Several streams in parallel, each with consecutive blocks of a text, and fairseq's epoch iterator over them."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from fairseq_fwp.modules.decoding import Sample, Segment
 from fairseq_fwp.patches.hooks import Divided, SavesStates
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.text import TextBlocks
+
+logger = logging.getLogger(__name__)
 
 # A state is far older than those of training if it has read more than so many times their tokens.
 FAR = 2
@@ -76,6 +79,14 @@ def trained_age(saved: dict[str, Any]) -> int | None:
     whole = -(-settings["tokens of text"] // (length * streams))  # segments of an epoch
     segments = whole if saved["epoch"] > 1 else saved["iterations_in_epoch"]
     return length * (segments if settings["--carry-state"] else 1)
+
+
+def warn_of_age(age: int, trained: int | None, remedy: str) -> None:
+    """Warn of states after up to `age` tokens if those of training were far younger, as the model may not know them."""
+    if trained and age > FAR * trained:
+        logger.warning(
+            f"states are scored after up to {age:,} tokens, and none is older than {trained:,} in training: {remedy}"
+        )
 
 
 class StreamIterator(EpochBatchIterator, SavesStates, Divided):

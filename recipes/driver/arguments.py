@@ -89,11 +89,6 @@ class Request(NamedTuple):
     def evaluates(self) -> bool:
         return self.stage in ("evaluate", "all")
 
-    @property
-    def evaluation_flags(self) -> list[str]:
-        """Flags of the command line for the evaluation: all in its own stage, otherwise only that of the device."""
-        return self.extra if self.stage == "evaluate" else [flag for flag in self.extra if flag == "--cpu"]
-
 
 # Recipes that train models.
 

@@ -1,7 +1,7 @@
 """Recipes of conversion: a softmax model is converted to each row of rows.yaml, fine-tuned and measured."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -24,11 +24,30 @@ from recipe import STAGES, Recipe
 from tables import Row, group, markdown, mean, named, read_run, save, show
 
 SOFTMAX = "softmax"  # the source after as much fine-tuning as the other rows
-# The source model's kind for each corpus, as fwp-convert names it.
-FORMATS = {"peps": "fairseq-lm", "wikitext103": "fairseq-lm", "gpt2": "gpt2"}
 OWN_TEXT = """\
 --data FOLDER --out FOLDER trains on another text. The first folder contains
 train.txt, valid.txt and test.txt: raw text."""
+
+
+class Origin(NamedTuple):
+    """Where the source model of a corpus and its text come from.
+
+    format: of the model, as fwp-convert names it; trained: it is trained here, on the recipe's text; else it is given;
+    files: names of a raw text of a split; tokenizer: of the model, by its folder, for a text that may be packed as the
+    Pile is; None: the text is in words.
+    """
+
+    format: str
+    trained: bool = False
+    files: tuple[str, ...] = ("{}.txt",)
+    tokenizer: Callable[[Path], tokens.Tokenizer] | None = None
+
+
+ORIGINS = {
+    "peps": Origin("fairseq-lm", trained=True),
+    "wikitext103": Origin("fairseq-lm", files=("{}.txt", "wiki.{}.tokens")),
+    "gpt2": Origin("gpt2", tokenizer=tokens.read_gpt2),
+}
 
 
 def compose(arguments: list[str]) -> Recipe:
@@ -37,7 +56,7 @@ def compose(arguments: list[str]) -> Recipe:
     )
     add_flags_of_text(parser)
     parser.set_defaults(any_text=False, test=None)
-    parser.add_argument("--corpus", choices=FORMATS, default="peps", help="corpus and source model (default: peps)")
+    parser.add_argument("--corpus", choices=ORIGINS, default="peps", help="corpus and source model (default: peps)")
     model = "source model: wikitext103: fairseq's checkpoint; gpt2: a folder; see above"
     parser.add_argument("--model", type=Path, metavar="PATH", help=model)
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows in rows.yaml (default: all)")
@@ -45,13 +64,10 @@ def compose(arguments: list[str]) -> Recipe:
     parser.add_argument("--source-updates", type=positive, metavar="N", help=updates)
     args = parser.parse(arguments)
     request = request_of(args, ROOT / "runs" / args.recipe.name / args.corpus)
-    corpus = read_corpus(request.recipe / "rows.yaml", args.corpus)
-    if args.source_updates and args.corpus != "peps":
-        raise RecipeError(
-            "--source-updates must be left out without --corpus peps: other sources are not trained here."
-        )
-    if args.corpus == "peps" and args.model:
-        raise RecipeError("--model must be left out with --corpus peps, whose model is trained here.")
+    corpus, trained = read_corpus(request.recipe / "rows.yaml", args.corpus), ORIGINS[args.corpus].trained
+    if args.model if trained else args.source_updates:
+        flag, where = ("--model", "trained here") if trained else ("--source-updates", "given")
+        raise RecipeError(f"{flag} must be left out with --corpus {args.corpus}, whose model is {where}.")
     source = Source(
         request.out, args.text, args.data, args.merges, args.lines, args.any_text,
         args.corpus, request.recipe, args.model, args.source_updates,
@@ -126,11 +142,15 @@ class Source(TextData):
     updates: int | None
 
     @property
+    def origin(self) -> Origin:
+        return ORIGINS[self.corpus]
+
+    @property
     def converted(self) -> Path:
         return self.out / SOFTMAX / "converted"
 
     def prepare(self, before_training: bool) -> None:
-        if self.corpus == "peps":
+        if self.origin.trained:
             super().prepare(before_training)
             self.train()
         elif not self.model or not self.model.exists():
@@ -140,7 +160,7 @@ class Source(TextData):
             super().prepare(before_training)
 
     def settings(self) -> str:
-        return super().settings() if self.corpus == "peps" else f"{self.lines or 'all'} lines of valid and test"
+        return super().settings() if self.origin.trained else f"{self.lines or 'all'} lines of valid and test"
 
     def train(self) -> None:
         flags, folder = read_flags(self.recipe / "conf" / "peps" / "source.yaml"), self.out / SOURCE
@@ -151,11 +171,11 @@ class Source(TextData):
 
     def convert(self, model: Path, *flags: object) -> None:
         if not self.converted.is_dir():
-            run("fwp-convert", "--source", FORMATS[self.corpus], model, *flags, "--out", self.converted)
+            run("fwp-convert", "--source", self.origin.format, model, *flags, "--out", self.converted)
 
     def write(self, work: Path) -> None:
         """Write the text in the words of the source."""
-        if self.corpus == "peps":
+        if self.origin.trained:
             super().write(work)
             return
         text, pieces = work / "text", work / "bpe"
@@ -166,8 +186,8 @@ class Source(TextData):
         if self.lines:
             cut(text, self.lines)
         for name in (f"{split}.txt" for split in SPLITS):
-            if self.corpus == "gpt2":
-                tokens.write(text / name, pieces / name, tokens.read_gpt2(self.model), by_lines=False)
+            if self.origin.tokenizer:
+                tokens.write(text / name, pieces / name, self.origin.tokenizer(self.model), by_lines=False)
             else:
                 (text / name).replace(pieces / name)
         remove(text)
@@ -175,18 +195,15 @@ class Source(TextData):
         remove(pieces / "train.txt")
 
     def write_raw(self, split: str, out: Path) -> None:
-        """Write the raw text of a split; the Pile may be packed."""
-        if self.corpus == "gpt2" and self.own_folder and (packed := pile.files(self.own_folder, split)):
-            pile.write(packed, out)
-        else:
-            out.write_bytes(self.find(split).read_bytes())
-
-    def find(self, split: str) -> Path:
+        """Write the raw text of a split. Raises RecipeError without one."""
         folder = self.own_folder or ROOT / "data" / "peps"
-        files = [folder / f"{split}.txt"] + [folder / f"wiki.{split}.tokens"] * (self.corpus == "wikitext103")
-        if path := next(filter(Path.is_file, files), None):
-            return path
-        raise RecipeError(f"{files[-1]} is missing: give --data FOLDER, see --help.")
+        files = [folder / name.format(split) for name in self.origin.files]
+        if self.origin.tokenizer and (packed := pile.files(folder, split)):
+            pile.write(packed, out)
+        elif path := next(filter(Path.is_file, files), None):
+            out.write_bytes(path.read_bytes())
+        else:
+            raise RecipeError(f"{files[-1]} is missing: give --data FOLDER, see --help.")
 
 
 def ways(corpus: Corpus, source: Source) -> list[Way]:

@@ -79,8 +79,9 @@ class Evaluation:
 
     @property
     def flags(self) -> list[str]:
-        """Flags of the command line."""
-        return self.models.request.evaluation_flags
+        """Flags of the command line: all in the stage evaluate, otherwise only that of the device."""
+        request = self.models.request
+        return request.extra if request.stage == "evaluate" else [flag for flag in request.extra if flag == "--cpu"]
 
     def check(self, models: Sequence[Model]) -> None:
         """Raise RecipeError, before any work, if it cannot evaluate the models."""
@@ -158,7 +159,7 @@ class Measures(Evaluation):
 
     def evaluate_converted(self, model: Model) -> None:
         """Evaluate the model that a training begins with, unless it is that of an earlier one."""
-        folder = self.models.converted(model)
+        folder = self.models.convert(model)
         if folder and folder.parent == model.folder:
             self.measure(folder, folder / "checkpoint.pt", next(iter(self.ways())))
 
@@ -206,15 +207,11 @@ def score(checkpoint: Path, path: Path, data: Path, split: str, text: Path | Non
             # A model that is not trained yet may give probabilities of zero.
             work.write_text('{"perplexity": Infinity, "loss": Infinity}\n', encoding="utf-8")
             return
-        if text:
-            check_scored(work, text / f"{split}.txt")
+        if text and (scored := read_json(work)["tokens"]) != (there := count(text / f"{split}.txt")):
+            raise RecipeError(
+                f"{scored:,} tokens were scored, but {text}/{split}.txt has {there:,}: nothing is reported."
+            )
     print(f"The result is in {path}: perplexity {read_json(path)['perplexity']:.2f}", flush=True)
-
-
-def check_scored(path: Path, text: Path) -> None:
-    scored, there = read_json(path)["tokens"], count(text)
-    if scored != there:
-        raise RecipeError(f"{path}: {scored:,} tokens were scored, but {text} has {there:,}: nothing is reported.")
 
 
 def results(folder: Path, split: str, label: str) -> dict[str, dict[str, Any]]:

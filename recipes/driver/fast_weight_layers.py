@@ -49,8 +49,8 @@ class TrialPerplexity(Perplexity):
 class LayerModels(Models):
     """A model with a layer begins with its base and a new layer on top, which does not change the outputs yet."""
 
-    def flags(self, model: Model) -> list[str]:
-        flags = super().flags(model)
+    def begin(self, model: Model) -> list[str]:
+        flags = super().begin(model)
         return flags if model.conf.stem == "base" else [*flags, "--finetune-from-model", str(self.add_layer(model))]
 
     def add_layer(self, model: Model) -> Path:

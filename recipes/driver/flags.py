@@ -41,7 +41,7 @@ def shaped(path: Path, like: str) -> Iterator[None]:
     """Raise RecipeError if the content of a file is not of the shape that is read within; like: an example."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecipeError(f"{path} must be like {like}, got {type(error).__name__}: {error}.") from error
 
 

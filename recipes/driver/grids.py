@@ -128,17 +128,12 @@ def read_retrieval(conf: Path, recipe: Path, out: Path) -> Iterator[Training]:
     for index, entry in enumerate(entries, 1):
         try:
             for point in combinations(entry):
-                name = name_of(point)
+                others = (f"{flag}={value}" for flag, value in point.items() if flag != "arch")
+                name = re.sub(r"[\s/]+", "_", ",".join([point["arch"], *others]))  # of a folder
                 flags = [*SAVING, *as_flags(common | point), *LOGGING]
                 yield Training(name, out / name, flags, about=point)
         except ValueError as error:
             raise RecipeError(f"{conf}, entry {index}: {error}") from None
-
-
-def name_of(point: dict[str, str]) -> str:
-    """Return a folder's name, without spaces and slashes."""
-    others = (f"{flag}={value}" for flag, value in point.items() if flag != "arch")
-    return re.sub(r"[\s/]+", "_", ",".join([point["arch"], *others]))
 
 
 def combinations(entry: Any) -> list[dict[str, str]]:

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 from arguments import Parser, add_flags_of_data, add_flags_of_models, positive, request_of
 from commands import RecipeError, run, write
@@ -39,7 +38,9 @@ def compose(arguments: list[str], stages: Mapping[str, str] = STAGES_AND_SAMPLE,
     data = TextData(request.out, args.text, args.data, args.merges, args.lines, args.any_text)
     models = Models(request, data)
     chosen = models.chosen(args, only)
-    check_own_test(args.test)
+    if args.test and not args.test.is_file():
+        what = "a folder" if args.test.is_dir() else "which does not exist"
+        raise RecipeError(f"--test must be the name of a text file, got {args.test}, {what}.")
     measure = "loss_base_2" if args.text == "enwik8" else "perplexity"
     text = data.folder / "text" if args.per_word else None
     report = partial(write_tables, request.recipe, request.out, measure, text)
@@ -70,12 +71,6 @@ def add_flags_of_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-word", action="store_true", help=hidden)
     lines = "use only the first N lines of valid and test, for a trial"
     parser.add_argument("--lines", type=positive, metavar="N", help=lines)
-
-
-def check_own_test(file: Path | None) -> None:
-    if file and not file.is_file():
-        what = "a folder" if file.is_dir() else "which does not exist"
-        raise RecipeError(f"--test must be the name of a text file, got {file}, {what}.")
 
 
 def sample(models: Models, prompt: str | None, following: str | None, model: Model) -> None:

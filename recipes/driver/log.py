@@ -78,14 +78,9 @@ class Outcome(NamedTuple):
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """Return how a training ended; None if it has not.
-
-    The version before called every small training `finished`, and could mark a training as trained and diverged.
-    """
-    marks = (folder / name for name in ("diverged", "trained", "finished"))
-    if not (mark := next(filter(Path.exists, marks), None)):
-        return None
-    return Outcome("diverged" if mark.name == "diverged" else "trained", mark.read_text(encoding="utf-8").strip())
+    """Return how a training ended; None if it has not."""
+    mark = next(filter(Path.exists, (folder / name for name in ("diverged", "trained"))), None)
+    return mark and Outcome(mark.name, mark.read_text(encoding="utf-8").strip())
 
 
 def read_training(log: Path) -> Log:
@@ -122,7 +117,7 @@ def find_log(folder: Path) -> Log | None:
 def check_unchanged(folder: Path) -> None:
     """Raise RecipeError unless train.log still has the summary that it got after the training."""
     outcome, log = read_outcome(folder), find_log(folder)
-    if outcome is None or not outcome.words:  # the version before wrote no summary
+    if outcome is None or not outcome.words:
         return
     now = "no result" if log is None else log.divergence if outcome.diverged else log.summary
     if outcome.words != now:

@@ -134,11 +134,11 @@ class Models:
         if reason := refusal([str(self.data.bin), *plugin, *flags]):
             raise RecipeError(f"{model.name}: fairseq-train refuses the flags: {reason}.")
 
-    def flags(self, model: Model) -> list[str]:
-        """Return all flags of a training. The model that it begins with is converted first, if it must be."""
+    def begin(self, model: Model) -> list[str]:
+        """Make what a training begins with, and return all its flags."""
         flags = [*model.flags, *self.plugin]
         if model.origin:
-            if converted := self.converted(model):
+            if converted := self.convert(model):
                 flags = flags_of(converted) + flags
             begun = converted / "checkpoint.pt" if model.convert else self.checkpoint(model.origin, model.seed)
             flags += ["--finetune-from-model", str(begun)]
@@ -150,12 +150,12 @@ class Models:
     def is_source(self, name: str) -> bool:
         return name == SOURCE and self.data.converted is not None
 
-    def converted(self, model: Model) -> Path | None:
-        """Return the folder of the converted model, for a model or for the one that it begins with; None if none is."""
+    def convert(self, model: Model) -> Path | None:
+        """Convert what a model begins with, if asked, once; return the folder of that, or of its origin's, or None."""
         if not model.convert:
             if self.is_source(model.origin):
                 return self.data.converted
-            return self.converted(self.trained(model.origin, model.seed)) if model.origin else None
+            return self.convert(self.trained(model.origin, model.seed)) if model.origin else None
         folder, settings = model.folder / "converted", model.folder / "conversion.txt"
         conversion = f"{model.origin} {model.convert}\n"
         if folder.is_dir():

@@ -75,7 +75,7 @@ class Recipe(NamedTuple):
             self.sample(self.chosen[0])
 
     def train(self, model: Model) -> None:
-        engine.train(Training(model.label, model.folder, self.models.flags(model), self.models.data.bin))
+        engine.train(Training(model.label, model.folder, self.models.begin(model), self.models.data.bin))
 
     def evaluate(self, model: Model) -> None:
         if model.outcome and model.outcome.diverged:

@@ -287,10 +287,10 @@ class Stages(Models):
             raise RecipeError(f"the new attention cannot be: {reason}.")
         super().check(model)
 
-    def converted(self, model: Model) -> Path | None:
-        return super().converted(self.named(model.name, model.seed))  # what it starts from may be known only now
+    def convert(self, model: Model) -> Path | None:
+        return super().convert(self.named(model.name, model.seed))  # what it starts from may be known only now
 
-    def flags(self, model: Model) -> list[str]:
+    def begin(self, model: Model) -> list[str]:
         if model.name == ATTENTION:
             checkpoints = {
                 self.data.results: self.data.converted / "checkpoint.pt",
@@ -300,7 +300,7 @@ class Stages(Models):
             for folder, checkpoint in checkpoints.items():
                 self.measures.measure(folder, checkpoint, valid)
             model = self.named(model.name, model.seed)
-        flags = [*super().flags(model), "--max-tokens", str(max(TOKENS, self.data.length))]
+        flags = [*super().begin(model), "--max-tokens", str(max(TOKENS, self.data.length))]
         flags += self.extra  # once more: they override the size of a batch
         return flags + self.updates(model, flags)
 

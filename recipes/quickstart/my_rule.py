@@ -13,11 +13,17 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = re.compile(r"^```(?:python|yaml)\n# ([\w/.]+)(?:, continued)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+def examples(page: str) -> dict[str, str]:
+    """Return the files of a page, by the name that the first line of each block says."""
+    files: dict[str, str] = {}
+    for name, text in EXAMPLE.findall(page):
+        files[name] = files.get(name, "") + text
+    return files
+
+
 def main(root: Path = ROOT) -> None:
     section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## A rule\n")[2].partition("\n## ")[0]
-    files: dict[Path, str] = {}
-    for name, text in EXAMPLE.findall(section):
-        files[root / name] = files.get(root / name, "") + text
+    files = {root / name: text for name, text in examples(section).items()}
     if there := [path for path in files if path.exists()]:
         sys.exit(f"my_rule.py: {there[0]} must not exist yet, got one: remove it, or change it as it is")
     for path, text in files.items():

@@ -197,16 +197,16 @@ def test_the_age_of_a_state_is_chosen_and_said(folder, caplog):
     whole = evaluate(folder, "--carry-state", "--warm-up", 200)
     assert whole["protocol"].endswith("over segments of 32 tokens, after the last 200 tokens of the training text")
     assert evaluate(folder, "--carry-state", "--warm-up", 200, "--streams", 3)["loss"] != whole["loss"]
-    assert not re.search("a state is scored", caplog.text)  # this training has not saved how far it read
+    assert not re.search("states are scored", caplog.text)  # this training has not saved how far it read
     state = torch.load(folder / "delta.pt")
     settings = {"--reset-state-after": None, "--carry-state": True, "tokens of text": 10**6, "processes": 1}
     read = {"epoch": 1, "iterations_in_epoch": 3, "settings": settings | {"--batch-size": 2, "--tokens-per-sample": 32}}
     torch.save({**state, "extra_state": {"train_iterator": read}}, folder / "aged.pt")
     parts = [len((folder / "text" / "test.txt").read_text().replace("\n", " </s> ").split()) // 96 + 1]
     evaluate(folder, "--carry-state", "--warm-up", 96, "--streams", *parts, path="aged.pt")
-    assert not re.search("a state is scored", caplog.text)
+    assert not re.search("states are scored", caplog.text)
     evaluate(folder, "--carry-state", "--warm-up", 200, "--streams", *parts, path="aged.pt")
-    assert re.search(r"a state is scored after up to 2\d\d tokens, and none was older than 96 in training", caplog.text)
+    assert re.search(r"states are scored after up to 2\d\d tokens, and none is older than 96 in training", caplog.text)
 
 
 def test_dynamic_evaluation_with_a_step_changes_the_loss(folder, caplog):

@@ -8,7 +8,7 @@ import pytest
 from fairseq_fwp.cli.flags import MODELS
 from fairseq_fwp.models import attentions
 from fairseq_fwp.models.attention_options import AttentionOptions
-from fairseq_fwp.models.attentions import ATTENTIONS, MAPS, NORMALIZATIONS, SIZES, Kind, make_attention
+from fairseq_fwp.models.attentions import ATTENTIONS, MAPS, NORMALIZATIONS, SIZES, Configurable, make_attention
 from fairseq_fwp.models.fast_weight_layer.layer import FastWeightLayer
 from fairseq_fwp.models.fast_weight_layer.model import LAYER_OPTIONS
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
@@ -57,7 +57,7 @@ def test_an_argument_without_a_line_in_the_table_stays_at_its_default(monkeypatc
             self.received = (layers, swiglu, normalization, size)
 
     options = {"size": "decoder_key_dim"}
-    monkeypatch.setitem(attentions.ATTENTIONS, "layered", Kind(Layered, options))
+    monkeypatch.setitem(attentions.ATTENTIONS, "layered", Configurable(Layered, options))
     cfg = FwpLanguageModelConfig(swiglu=True, attention_normalization=True, decoder_key_dim=5)
     layer = make_attention(cfg, *cfg.attention_sizes, "layered")
     assert layer.received == (None, None, None, 5)

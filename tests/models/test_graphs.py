@@ -13,7 +13,6 @@ import torch
 from support.small_models import build_model, log_probs, loss_of, random_tokens
 
 from fairseq_fwp.checkpoints.pretrained.model import PretrainedModel
-from fairseq_fwp.models import decoder as decoders
 from fairseq_fwp.models import graphs
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 
@@ -77,7 +76,7 @@ def replays(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
-    monkeypatch.setattr(decoders, "StepGraph", EagerStep)
+    monkeypatch.setattr(graphs, "StepGraph", EagerStep)
     EagerStep.captured = 0
     return made
 

@@ -154,7 +154,7 @@ def test_uniform_gate_initialisation():
 # Without a normalisation outputs have no bound, nor have delta's writes for keys without one: it diverges, as the
 # paper says.
 CORRECTING = [
-    name for name, rule in UPDATE_RULES.items() if rule.normaliser and rule.normaliser.retrieved and name != "fwm"
+    name for name, rule in UPDATE_RULES.items() if rule.normalizer and rule.normalizer.retrieved and name != "fwm"
 ]
 BOUNDED = [kind for kind in FAST_WEIGHTS if kind[2] != "neither" and (kind[0] not in CORRECTING or kind[2] != "output")]
 

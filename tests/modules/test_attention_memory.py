@@ -51,7 +51,7 @@ def test_a_document_is_read_as_a_sequence_of_its_own(rule):
 def test_whole_sequences_are_read_as_by_a_memory_with_a_state(rule, backend):
     _, q, k, v, gates = inputs(rule)
     read_out_only = AttentionNormalization(read_out_only=True)
-    for normalization in (None, read_out_only) if UPDATE_RULES[rule].normaliser else (None,):
+    for normalization in (None, read_out_only) if UPDATE_RULES[rule].normalizer else (None,):
         memory = Memory(UPDATE_RULES[rule], normalization, backend)
         out, state = memory.read(q, k, v, gates)
         torch.testing.assert_close(memory.read_whole(q, k, v, gates), out)

@@ -15,7 +15,7 @@ from fairseq_fwp.modules.update_rules import (
     UPDATE_RULES,
     Gate,
     MambaDecay,
-    Normaliser,
+    Normalizer,
     UpdateRule,
     gla_decay,
     rwkv7_decay,
@@ -78,7 +78,7 @@ def test_negative_eigenvalues_double_the_rates_of_deltas_family(rule):
 
 def test_a_layer_with_a_rule_from_outside_is_pickled_by_its_name(monkeypatch):
     rule = ops.Rule("halving_rule", lambda memory, k, v: memory / 2 + ops.outer(k, v))
-    monkeypatch.setitem(UPDATE_RULES, "halving", UpdateRule(rule, (), Normaliser(lambda: ())))
+    monkeypatch.setitem(UPDATE_RULES, "halving", UpdateRule(rule, (), Normalizer(lambda: ())))
     layer, x = build("halving"), torch.randn(2, 5, 16)
     file = pickle.dumps(layer)
     same = pickle.loads(file)
@@ -99,9 +99,9 @@ REFUSED = [
     (UpdateRule(LEAKY), "gates must be those of leaky_rule, in their order: keep, got none"),
     (UpdateRule(LEAKY, (Gate("kept"),)), "gates must be those of leaky_rule, in their order: keep, got kept"),
     (UpdateRule(ops.delta_rule), "gates must be those of delta_rule, in their order: beta, got none"),
-    (UpdateRule("leaky"), "operator must be an ops.Rule, got 'leaky'"),
-    (UpdateRule(ops.delta_product_rule, (Gate("beta"),)), "operator must be an ops.Rule, got <function delta_product"),
-    (UpdateRule(LEAKY, (Gate("keep"),), True), "normaliser must be a Normaliser or None, got True"),
+    (UpdateRule("leaky"), "function must be an ops.Rule, got 'leaky'"),
+    (UpdateRule(ops.delta_product_rule, (Gate("beta"),)), "function must be an ops.Rule, got <function delta_product"),
+    (UpdateRule(LEAKY, (Gate("keep"),), True), "normalizer must be a Normalizer or None, got True"),
 ]
 
 

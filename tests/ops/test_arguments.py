@@ -89,6 +89,7 @@ def test_the_list_of_arguments():
     for given, named, got in (
         ((q, k, v, decay, state, first), {}, "6 by position"),
         ((q, k), {"v": v, "gate": decay}, "2 by position and v, gate by name"),
+        ((q, k, v, decay), {"k": k}, "4 by position and k by name"),
         ((q, k, v), {"first": first}, "3 by position"),
     ):
         with pytest.raises(TypeError, match=f"^the arguments of {names} by name, got {got}$"):

@@ -114,7 +114,7 @@ def test_rules_of_one_name_stay_what_they_are():
 def test_an_argument_is_given_once_and_a_rule_is_a_rule():
     rule = ops.Rule("leaky", leaky, KEEP)
     inputs = sample_inputs(rule, 0)
-    with pytest.raises(TypeError, match="got two values of keep"):
+    with pytest.raises(TypeError, match="got 5 by position and keep by name"):
         rule(*inputs.values(), keep=inputs["keep"])
     with pytest.raises(TypeError, match=r"must be an ops.Rule, got function"):
         check_rule(leaky)

@@ -32,7 +32,7 @@ CASES = {
         "reference",
         ["not the kernel: no compiled kernel for cpu: there is no compiler; install one"],
     ),
-    "distrusted": (
+    "wrong": (
         "delta",
         [(self_check, "CHECKED", ("cpu",)), (self_check, "find_faults", lambda device: {"delta_rule": "q is off"})],
         "reference",

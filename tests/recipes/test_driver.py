@@ -205,15 +205,18 @@ def test_a_result_is_that_of_its_flags(tmp_path, monkeypatch, capsys):
     score("--stride", 4)
 
 
-def test_tokens_that_were_not_scored_are_an_error(tmp_path):
-    text = tmp_path / "test.txt"
-    text.write_text("a b@@ c\nd\n")
-    assert prepare.count(text) == 6
-    made_up.result(tmp_path, "test", 4)
-    evaluation.check_scored(tmp_path / "test.json", text)
-    made_up.result(tmp_path, "test", 4, tokens=5)
+def test_tokens_that_were_not_scored_are_an_error(tmp_path, monkeypatch):
+    (tmp_path / "test.txt").write_text("a b@@ c\nd\n")
+
+    def score(tokens):
+        result = f'{{"perplexity": 4.0, "tokens": {tokens}}}'
+        monkeypatch.setattr(evaluation, "run", lambda *words: words[words.index("--json") + 1].write_text(result))
+        evaluation.score(tmp_path / "best.pt", tmp_path / f"{tokens}.json", tmp_path, "test", tmp_path, [])
+
+    score(6)
     with pytest.raises(RecipeError, match=r"5 tokens were scored, but .* has 6: nothing is reported"):
-        evaluation.check_scored(tmp_path / "test.json", text)
+        score(5)
+    assert (tmp_path / "6.json").exists() and not (tmp_path / "5.json").exists()
 
 
 def stand_in(folder, monkeypatch, text, status=0):

@@ -111,15 +111,6 @@ def test_what_has_ended_keeps_its_log_alone(training, validations, more, mark, w
         engine.has_ended(training._replace(flags=["--lr", "2"]))
 
 
-def test_what_the_version_before_finished_is_not_trained_again(training):
-    finished(training, made_up.log((100, 0.4), name="loss"))
-    (training.folder / "trained").rename(training.folder / "finished")
-    assert engine.has_ended(training)
-    (training.folder / "train.log").write_text(made_up.log((200, 0.4), name="loss"))
-    with pytest.raises(RecipeError, match=r"100 updates, and now it is best loss .* 200 updates"):
-        engine.has_ended(training)
-
-
 def test_damaged_trainings_are_named(training):
     whole = made_up.log((100, 0.4), (200, 0.3), (300, 0.2), name="loss")
     finished(training, whole)

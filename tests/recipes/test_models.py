@@ -80,7 +80,7 @@ REFUSED = [
     (language_models, "prepare --data /nonexistent", "--data must be a folder, got /nonexistent"),
     (language_models, "prepare --any-text", "--data FOLDER must be given with --any-text"),
     (conversion, "all --rows nosuch", "--rows must be among softmax, local_w32.*, got nosuch"),
-    (conversion, "all --corpus gpt2 --source-updates 3", "--source-updates must be left out without --corpus peps"),
+    (conversion, "all --corpus gpt2 --source-updates 3", "--source-updates must be left out with --corpus gpt2"),
     (conversion, "all --model x", "--model must be left out with --corpus peps"),
     (conversion, "prepare --corpus gpt2", "--model must be the source of --corpus gpt2, got none: see --help"),
     (conversion, "evaluate", "out must have a source, got none: run the stage prepare first"),
@@ -175,7 +175,7 @@ def test_a_model_that_is_not_converted_begins_with_the_best_checkpoint(start, re
     made_up.trained(tmp_path / "out" / "sum")
     (model,) = (made := start("--models", "later")).chosen
     flags = ["--arch", "fwp_lm", "--task", "language_modeling", "--finetune-from-model"]
-    assert made.models.flags(model) == [*flags, str(tmp_path / "out/sum/checkpoint_best.pt")]
+    assert made.models.begin(model) == [*flags, str(tmp_path / "out/sum/checkpoint_best.pt")]
 
 
 def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
@@ -193,12 +193,12 @@ def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
     assert (model.origin, model.convert) == ("sum", "--decoder-update-rule decay")
     made_up.trained(tmp_path / "out" / "sum", diverged="at 3")
     with pytest.raises(RecipeError, match="sum must not have diverged, because other models start from it"):
-        start("--models", "first").models.converted(model)
+        start("--models", "first").models.convert(model)
     (tmp_path / "out" / "sum" / "diverged").unlink()
     made_up.trained(tmp_path / "out" / "sum")
-    assert start("--models", "first").models.converted(model).is_dir()
+    assert start("--models", "first").models.convert(model).is_dir()
     with pytest.raises(RecipeError, match=r"was made with other settings \(see .*conversion.txt\)"):
-        start("--models", "first").models.converted(model._replace(convert="--decoder-update-rule delta"))
+        start("--models", "first").models.convert(model._replace(convert="--decoder-update-rule delta"))
 
 
 # Texts.
@@ -253,11 +253,11 @@ def test_the_command_line_replaces_the_way_of_reading(start, recipe, capsys):
     made = start("evaluate", "--dynamic", "sgd", "--cpu")
     ways = made.evaluations[0].ways_of(made.chosen[0])
     assert [way.label for way in ways] == ["window dynamic sgd", "blocks dynamic sgd"]
-    assert made.models.request.evaluation_flags == ["--dynamic", "sgd", "--cpu"]
+    assert made.evaluations[0].flags == ["--dynamic", "sgd", "--cpu"]
     made = start("evaluate", "--stride=8")
     assert made.evaluations[0].ways_of(made.chosen[0]) == [evaluation.Way("stride=8", "")]
     assert "replaces the recipe's way of reading" in capsys.readouterr().out
-    assert start("all", "--lr", "1", "--cpu").models.request.evaluation_flags == ["--cpu"]
+    assert start("all", "--lr", "1", "--cpu").evaluations[0].flags == ["--cpu"]
 
 
 # Fast weight layers.

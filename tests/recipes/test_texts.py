@@ -173,12 +173,12 @@ VOCABULARY = LETTERS | {"ab": len(LETTERS), "Ġab": len(LETTERS) + 1}
 MERGES = "#version: 0.2\na b\nĠ ab\n"
 
 
-def write_vocabulary(folder, names=("vocab.json", "merges.txt"), vocabulary=VOCABULARY, words=None):
+def write_vocabulary(folder, names=("vocab.json", "merges.txt"), vocabulary=VOCABULARY, config=None):
     folder.mkdir(exist_ok=True)
     (folder / names[0]).write_text(json.dumps(vocabulary))
     (folder / names[1]).write_text(MERGES)
-    if words:
-        (folder / "config.json").write_text(json.dumps({"vocab_size": words}))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -198,7 +198,8 @@ def test_raw_text_becomes_tokens_a_document_a_line(tmp_path, names):
 @pytest.mark.parametrize(
     ("more", "text", "said"),
     [
-        ({"words": 3}, "ab\n", "must have numbers below 3, the words of .*, got 11"),
+        ({"config": {}}, "ab\n", r"config\.json must be like .*, got KeyError: 'vocab_size'"),
+        ({"config": {"vocab_size": 3}}, "ab\n", "must have numbers below 3, the words of .*, got 11"),
         ({}, "", "must have text, got none"),
         ({"vocabulary": LETTERS}, "ab\n", "the merges in .* must make only words of its vocabulary, got 'ab'"),
     ],

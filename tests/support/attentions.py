@@ -31,9 +31,9 @@ def is_defined(rule, feature_map, normalization):
     options = NORMALIZATIONS[normalization]
     if options and not FEATURE_MAPS[feature_map].positive:
         return False
-    if "attention_normalization" in options and UPDATE_RULES[rule].normaliser is None:
+    if "attention_normalization" in options and UPDATE_RULES[rule].normalizer is None:
         return False
-    if "attention_normalization" in options and UPDATE_RULES[rule].normaliser.output_only and normalization != "output":
+    if "attention_normalization" in options and UPDATE_RULES[rule].normalizer.output_only and normalization != "output":
         return False
     return rule in ("sum", "gated", "decay", "delta") or feature_map in ("dpfp", "identity")
 
@@ -122,12 +122,12 @@ def memories(rule, k, v, gates, divided=False, state=None):
     and v are (B, H, L, N, size).
     divided: retrieved values are divided by z . k (Eq. 27). state: W and z before the first token.
     """
-    step, names = UPDATE_RULES[rule].operator.step, [gate.name for gate in UPDATE_RULES[rule].gates]
+    step, names = UPDATE_RULES[rule].function.step, [gate.name for gate in UPDATE_RULES[rule].gates]
     w, z = state or (k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), k.new_zeros(*k.shape[:2], k.shape[-1]))
     for t in range(k.shape[2]):
         key, value = k[:, :, t], v[:, :, t]
         gate = [x[:, :, t] if x.dim() == 4 else x[:, :, t, None] for x in gates]
-        if divided and UPDATE_RULES[rule].normaliser.retrieved:
+        if divided and UPDATE_RULES[rule].normalizer.retrieved:
             old, stored = ops.retrieve(key, w), (key * z).sum(-1, keepdim=True)
             value = value + old - torch.where(stored > 0, old / stored.clamp(min=1e-6), 0)
         w, opened = step(w, key, value, *gate), dict(zip(names, gate, strict=True))

@@ -117,9 +117,9 @@ def test_carried_segments_equal_one_long_forward(setup, rule, separator):
     flags = {"softmax_layers": "1", "attention_window": 3}
     if rule != "hybrid":
         flags = {"decoder_update_rule": rule, "sum_normalization": True}
-        if separator and UPDATE_RULES[rule].normaliser:
+        if separator and UPDATE_RULES[rule].normalizer:
             flags["attention_normalization"] = True
-            flags["attention_normalization_read_out_only"] = UPDATE_RULES[rule].normaliser.output_only
+            flags["attention_normalization_read_out_only"] = UPDATE_RULES[rule].normalizer.output_only
     task, model = setup({"reset_state_after": separator}, **flags)
     for split in ("train", "valid"):
         blocks, scores = task.dataset(split), Scores()

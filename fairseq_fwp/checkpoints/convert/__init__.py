@@ -51,7 +51,7 @@ def load(
     words = kind.words(Path(path), None if dictionary is None else Path(dictionary))
     converted = kind.convert(tensors, words, conversion.Options({**settings, **given}))
     check(isinstance(converted.words, list), f"{path} must be a language model, got {converted.arch}: translation")
-    model = checkpoint.build(converted).float()
+    model = checkpoint.build_converted(converted).float()
     return PretrainedModel(model, converted.line_start, converted.flags.get("add_bos_token"))
 
 

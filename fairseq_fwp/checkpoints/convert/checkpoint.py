@@ -22,6 +22,7 @@ from fairseq_fwp.checkpoints.pretrained.checkpoint import build_filled, check_fi
 from fairseq_fwp.checkpoints.pretrained.dictionary import DICTIONARY, make_dictionary
 from fairseq_fwp.outputs import system_reason, unfinished
 from fairseq_fwp.patches.hooks import KEY, fingerprints
+from fairseq_fwp.patches.options import flag
 from fairseq_fwp.tasks.lines import LINES
 
 CHECKPOINT, FLAGS = "checkpoint.pt", "flags.txt"
@@ -35,12 +36,12 @@ def write(conversion: Conversion, out: Path) -> None:
     """
     check_new(out)
     flags, task = command_line(conversion), make_task(conversion)
-    cfg = configure(flags, out)
+    cfg = fairseq_config(flags, out)
     of_words = {KEY: fingerprints(task)}
     saved = {
         "args": None,
         "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
-        "model": build(conversion, cfg.model, task).state_dict(),
+        "model": build_converted(conversion, cfg.model, task).state_dict(),
         "criterion": None,
         "optimizer_history": [{"optimizer_name": None, "lr_scheduler_state": {}, "num_updates": 0}],
         "task_state": of_words,
@@ -94,7 +95,7 @@ def command_line(conversion: Conversion) -> list[str]:
     flags = ["--task", *task, "--arch", conversion.arch]
     for name, value in conversion.flags.items():
         if value is not None and value is not False:
-            flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+            flags += [flag(name)] + ([] if value is True else [str(value)])
     return [*flags, "--criterion", *criterion]
 
 
@@ -110,7 +111,7 @@ def parse(flags: list[str], data: Path) -> Namespace:
     return args
 
 
-def configure(flags: list[str], data: Path) -> FairseqConfig:
+def fairseq_config(flags: list[str], data: Path) -> FairseqConfig:
     """Return the configuration that `fairseq-train` builds from flags, in half a second, most of it Hydra's."""
     return convert_namespace_to_omegaconf(parse(flags, data))
 
@@ -132,14 +133,16 @@ def make_task(conversion: Conversion) -> Namespace:
 def build_empty(
     conversion: Conversion, cfg: FairseqDataclass | None = None, task: Namespace | None = None
 ) -> BaseFairseqModel:
-    """Return the model with its initial weights; see `build`."""
+    """Return the model with its initial weights; see `build_converted`."""
     if cfg is None:
         args, config = parse(command_line(conversion), Path()), MODEL_DATACLASS_REGISTRY.get(conversion.arch)
         cfg = OmegaConf.structured(config.from_namespace(args)) if config else args
     return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task or make_task(conversion))
 
 
-def build(conversion: Conversion, cfg: FairseqDataclass | None = None, task: Namespace | None = None) -> nn.Module:
+def build_converted(
+    conversion: Conversion, cfg: FairseqDataclass | None = None, task: Namespace | None = None
+) -> nn.Module:
     """Build a model with the weights, in the widest of their dtypes. Raises ValueError if they do not fit.
 
     cfg, task: of the model; None: as the flags say.

@@ -13,7 +13,7 @@ from torch import Tensor
 from fairseq_fwp.checkpoints.pretrained.checkpoint import is_finite
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
 from fairseq_fwp.ops.arguments import DTYPES
-from fairseq_fwp.patches.options import Settings
+from fairseq_fwp.patches.options import Settings, flag
 
 # Words of a language model, or of each language in translation.
 Words = list[str] | dict[str, list[str]]
@@ -92,8 +92,7 @@ class Options(Settings):
         try:
             return [int(number) for number in str(self[name]).split(",")]
         except ValueError:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} must be whole numbers such as 20000,40000, got {self[name]!r}") from None
+            raise ValueError(f"{flag(name)} must be whole numbers such as 20000,40000, got {self[name]!r}") from None
 
 
 class Tensors(dict[str, Tensor]):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fairseq_fwp.checkpoints.convert.checkpoint import make_task
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Option, Options, Source, Tensors
-from fairseq_fwp.checkpoints.pretrained import OF_TASK, line_start, read_ours
+from fairseq_fwp.checkpoints.pretrained import OF_TASK, read_line_start, read_ours
 from fairseq_fwp.checkpoints.pretrained.checkpoint import MARKS
 from fairseq_fwp.checkpoints.pretrained.checkpoint import read as read_checkpoint
 from fairseq_fwp.checkpoints.pretrained.dictionary import check_words, dictionary_words, read_words
@@ -134,7 +134,7 @@ def common_flags(options: Options, version: float) -> Settings:
         **{name: options.get(name) for name in (*same, "attention_dropout", "max_target_positions")},
         **{name: bool(options.get(name)) for name in switches},
         "activation_dropout": options.get("activation_dropout") or options.get("relu_dropout", 0.0),
-        "activation_fn": str(plain(options.get("activation_fn"))),
+        "activation_fn": str(on_command_line(options.get("activation_fn"))),
         "decoder_update_rule": SOFTMAX,
         "attention_bias": True,
         "decoder_normalize_before": before,
@@ -185,10 +185,10 @@ def keep(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> C
     defaults = {
         name: value for name, value in asdict(ARCH_MODEL_REGISTRY[arch].config()).items() if name not in OF_TASK
     }
-    settings = {name: plain(value) for name in defaults if (value := options.get(name)) is not None}
+    settings = {name: on_command_line(value) for name in defaults if (value := options.get(name)) is not None}
     flags = {name: value for name, value in settings.items() if value != defaults[name] and not name.startswith("_")}
     flags |= {name: options.get(name) for name in OF_TASK}
-    conversion = Conversion(arch, flags, dict(tensors), words, [], line_start(options))
+    conversion = Conversion(arch, flags, dict(tensors), words, [], read_line_start(options))
     return with_same_words(conversion, options)
 
 
@@ -212,7 +212,7 @@ def keep_translation(tensors: Mapping[str, Tensor], words: dict[str, list[str]],
     settings = FwpTransformerModel.complete(FwpTransformerModel.adopt(options))
     if linear_attentions(Namespace(**settings)):
         raise ValueError("all attentions to convert must be softmax, got linear attention in some places")
-    flags = {name: plain(value) for name, value in needed_flags(settings).items()}
+    flags = {name: on_command_line(value) for name, value in needed_flags(settings).items()}
     of_languages = {options[name]: words[options[name]] for name in LANGUAGES}
     return with_same_words(Conversion("fwp_transformer", flags, without_marks(tensors), of_languages, []), options)
 
@@ -232,7 +232,7 @@ def needed_flags(settings: Settings) -> Settings:
     return flags
 
 
-def plain(value: object) -> object:
+def on_command_line(value: object) -> object:
     """Return an option as on the command line: an enumeration as its word, a list with commas."""
     value = word(value)
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value

@@ -13,7 +13,7 @@ from fairseq.data import Dictionary
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fairseq_fwp.checkpoints.convert.checkpoint import build, dictionaries, make_task, new_folder
+from fairseq_fwp.checkpoints.convert.checkpoint import build_converted, dictionaries, make_task, new_folder
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Option, Options
 from fairseq_fwp.checkpoints.convert.vocabulary import given_words
 from fairseq_fwp.checkpoints.pretrained.dictionary import DICTIONARY
@@ -95,7 +95,7 @@ def write_model(conversion: Conversion, out: Path) -> None:
     """
     if isinstance(conversion.words, dict):
         raise ValueError(f"the model must be a language model to be written as safetensors, got {conversion.arch}")
-    model, (dictionary,) = build(conversion), dictionaries(conversion).values()
+    model, (dictionary,) = build_converted(conversion), dictionaries(conversion).values()
     # Each parameter once, although the input and the output may share it.
     names = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name in names}

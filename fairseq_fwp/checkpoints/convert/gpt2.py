@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from fairseq_fwp.checkpoints.convert import folder
 from fairseq_fwp.checkpoints.convert.config import check_expected
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Source, Tensors
-from fairseq_fwp.checkpoints.convert.vocabulary import arrange
+from fairseq_fwp.checkpoints.convert.vocabulary import arrange, take_tables
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
 from fairseq_fwp.checkpoints.pretrained.folder import read as read_folder
 from fairseq_fwp.modules.attention import SOFTMAX
@@ -109,17 +108,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     length = options.get("n_positions", options.get("max_position_embeddings", positions))
     if length != positions:
         raise ValueError(f"wpe.weight must have {length} rows, n_positions of {CONFIG}, got {positions}")
-    table = rest.take("wte.weight")
-    if len(table) != len(words):
-        raise ValueError(f"wte.weight must have the {len(words)} words of {CONFIG}, got {len(table)}")
-    if "lm_head.weight" in rest:
-        rest.take_equal("lm_head.weight", table, "lm_head")
-    weights = {
-        **rest.rename(NAMES),
-        "decoder.embed_tokens.weight": vocabulary.place(table, fill=0.0),
-        # Symbols of fairseq's dictionary that GPT-2 lacks get probability 0, and are not learned.
-        "decoder.adaptive_softmax.bias": vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf),
-    }
+    weights = take_tables(rest, vocabulary, "wte.weight", tied=True) | rest.rename(NAMES)
     flags = {
         "decoder_layers": options["n_layer"],
         "decoder_embed_dim": options["n_embd"],

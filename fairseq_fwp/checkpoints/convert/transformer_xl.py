@@ -17,8 +17,8 @@ from torch import Tensor
 from fairseq_fwp.checkpoints.convert import tensorflow_xl, vocabulary
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Option, Options, Source, Tensors
 from fairseq_fwp.checkpoints.convert.vocabulary import Vocabulary
-from fairseq_fwp.checkpoints.pretrained.checkpoint import unpickle
-from fairseq_fwp.checkpoints.pretrained.folder import is_stored
+from fairseq_fwp.checkpoints.pretrained.checkpoint import WITH_CODE
+from fairseq_fwp.checkpoints.pretrained.folder import is_stored, unpickle
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.patches.data import check_file
 from fairseq_fwp.patches.options import Settings
@@ -68,7 +68,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
 
 def read_state_dict(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """A state dict, and the options of its training. Raises ValueError for any other file."""
-    loaded = unpickle(path, EXPORT)
+    loaded = unpickle(path, "checkpoint", f"{WITH_CODE}: {EXPORT}")
     if not isinstance(loaded, dict) or not all(map(is_stored, loaded.values())):
         raise ValueError(f"{path} must be a state dict of named tensors, got other objects: {EXPORT}")
     return loaded, read_saved(path.parent)

@@ -21,7 +21,7 @@ from fairseq_fwp.checkpoints.linearize.options import (
     DEFAULTS,
     Method,
     check_options,
-    configure,
+    fwp_lm_config,
 )
 from fairseq_fwp.checkpoints.linearize.projections import convert_attention, fill_translation, separate_heads
 from fairseq_fwp.checkpoints.pretrained.checkpoint import SEED
@@ -51,14 +51,14 @@ def linearize(conversion: Conversion, chosen: Settings, method: Method) -> Conve
     check_options(conversion.arch if conversion.arch in ATTENTION_OPTIONS else "fwp_lm", chosen, method)
     if conversion.arch == "fwp_transformer":
         return linearize_translation(conversion, chosen, method)
-    if conversion.arch != "fwp_lm" or attention_name(configure(conversion.flags)) != SOFTMAX:
+    if conversion.arch != "fwp_lm" or attention_name(fwp_lm_config(conversion.flags)) != SOFTMAX:
         raise ValueError("the model must have softmax attention in all layers, got a model without it")
     if chosen["decoder_update_rule"] == SOFTMAX:
         return conversion._replace(flags={**conversion.flags, **chosen})
     softmax_layers = method.keep_softmax_layers or ""
     if not softmax_layers.startswith(BY_DIVERGENCE):
         return linearize_layers(conversion, chosen, method, softmax_layers)
-    number, most = softmax_layers.removeprefix(BY_DIVERGENCE), configure(conversion.flags).decoder_layers - 1
+    number, most = softmax_layers.removeprefix(BY_DIVERGENCE), fwp_lm_config(conversion.flags).decoder_layers - 1
     if not number.isdecimal() or not 0 < int(number) <= most:
         raise ValueError(
             f"--keep-softmax-layers must be kl:1 to kl:{most}, or numbers of layers, got {softmax_layers!r}"
@@ -75,7 +75,7 @@ def linearize(conversion: Conversion, chosen: Settings, method: Method) -> Conve
 
 def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, softmax_layers: str = "") -> Conversion:
     """Return the conversion with the new attention in all layers but `softmax_layers`, such as "0,3"."""
-    source, options = configure(conversion.flags), {**DEFAULTS, **chosen}
+    source, options = fwp_lm_config(conversion.flags), {**DEFAULTS, **chosen}
     initialisation = rule_initialisation(options["decoder_update_rule"], method.decay_spans)
     with torch.device("meta"):
         before = cast(SoftmaxAttention, make_attention(source, *source.attention_sizes))
@@ -90,11 +90,8 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
         **chosen,
         **({"softmax_layers": softmax_layers} if softmax_layers else {}),
     }
-    cfg = configure(flags)
-    try:
-        kinds = layer_attentions(cfg)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--softmax-layers", "--keep-softmax-layers")) from None
+    cfg = fwp_lm_config(flags)
+    kinds = layer_attentions(cfg, "--keep-softmax-layers")
     if {*kinds} <= {SOFTMAX}:
         raise ValueError("--keep-softmax-layers must leave at least one layer to convert, got all layers")
     weights = {name: tensor for name, tensor in conversion.weights.items() if ".self_attn." not in name}

@@ -9,9 +9,9 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-from fairseq_fwp.checkpoints.convert.checkpoint import build, make_task
+from fairseq_fwp.checkpoints.convert.checkpoint import build_converted
 from fairseq_fwp.checkpoints.convert.conversion import Conversion
-from fairseq_fwp.checkpoints.linearize.options import configure
+from fairseq_fwp.checkpoints.linearize.options import fwp_lm_config
 from fairseq_fwp.evaluation.scoring import kl_divergence
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 
@@ -45,7 +45,7 @@ def costs(source: FwpLanguageModel, converted: FwpLanguageModel, blocks: Iterabl
 
 def build_whole(conversion: Conversion) -> FwpLanguageModel:
     """Return the model of a conversion, in evaluation mode and in float32 or wider."""
-    model = cast(FwpLanguageModel, build(conversion, configure(conversion.flags), make_task(conversion))).eval()
+    model = cast(FwpLanguageModel, build_converted(conversion, fwp_lm_config(conversion.flags))).eval()
     return model.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
 

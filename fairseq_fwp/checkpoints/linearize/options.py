@@ -112,7 +112,7 @@ def check_translation(chosen: Settings, method: Method) -> None:
                 raise ValueError(f"--decoder-update-rule must be given with {of_decoder}")
 
 
-def configure(flags: Settings) -> FwpLanguageModelConfig:
+def fwp_lm_config(flags: Settings) -> FwpLanguageModelConfig:
     """Return the configuration of a language model with these flags."""
     of_task = {"max_target_positions": None, "add_bos_token": False}
     cfg = OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), {**of_task, **flags})

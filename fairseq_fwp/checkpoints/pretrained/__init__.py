@@ -33,9 +33,9 @@ def load(path: str | os.PathLike[str], dictionary: str | os.PathLike[str] | None
     """Load a language model of this package, in evaluation mode, float32, on the CPU: see `fairseq_fwp.load`."""
     weights, settings = read_ours(Path(path))
     words = dictionary_words(Path(path), None if dictionary is None else Path(dictionary))
-    model = build(weights, settings, words).float()
+    model = build_model(weights, settings, words).float()
     codes = find_codes(Path(path if dictionary is None else dictionary))
-    return PretrainedModel(model, line_start(settings), settings.get("add_bos_token"), codes)
+    return PretrainedModel(model, read_line_start(settings), settings.get("add_bos_token"), codes)
 
 
 def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:
@@ -53,14 +53,14 @@ def read_ours(path: Path) -> tuple[dict[str, Tensor], Settings]:
     return weights, {**config, "arch": arch, KEY: take_fingerprints(config)}
 
 
-def line_start(settings: Settings) -> str | None:
+def read_line_start(settings: Settings) -> str | None:
     """Return what the model reads first in each line, one of STARTS; None if its text was a stream."""
     start = word(settings.get("line_start"))
     check(start in (None, *STARTS), f"line_start in the settings must be {' or '.join(STARTS)}, got {start!r}")
     return None if start is None else str(start)
 
 
-def build(weights: dict[str, Tensor], settings: Settings, words: list[str]) -> LanguageModel:
+def build_model(weights: dict[str, Tensor], settings: Settings, words: list[str]) -> LanguageModel:
     """Return the language model of settings with these weights. Raises ValueError if they do not fit each other."""
     dictionary = make_dictionary(words)
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pickle
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +19,10 @@ from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from fairseq_fwp.checkpoints.pretrained.folder import is_stored
+from fairseq_fwp.checkpoints.pretrained.folder import is_stored, unpickle
 from fairseq_fwp.models.language_model import TrainedModel
 from fairseq_fwp.ops.arguments import DTYPES
-from fairseq_fwp.patches.checkpoints import REMEDY, TRUST, NotStoredError, check_stored
-from fairseq_fwp.patches.data import check_file
+from fairseq_fwp.patches.checkpoints import REMEDY, TRUST
 from fairseq_fwp.patches.hooks import KEY, remember_options, take_fingerprints
 from fairseq_fwp.patches.options import Settings
 
@@ -34,6 +32,7 @@ SLACK = 2**20  # numbers that a small model may have besides its weights, such a
 MARKS = re.compile(r"(en|de)coder\.((adaptive_softmax\.)?version|.*\b_float_tensor)")
 MASKS = re.compile(r".*\badaptive_softmax\.bias")  # minus infinity: a word that the model never predicts
 SEED = 1  # of everything that is drawn: repeated conversions give the same model
+WITH_CODE = "holds pickled objects, which could run any code, next to its weights"
 EXPORT = (
     "export what is needed with: python -c \"import torch; s = torch.load('model.pt', 'cpu', weights_only=False); "
     "torch.save({name: s.get(name) for name in ('args', 'cfg', 'model')}, 'exported.pt')\""
@@ -128,7 +127,7 @@ class Checkpoint:
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint of fairseq-train. Raises ValueError for any other file, and for one that cannot be read."""
-    content = unpickle(Path(path), f"{EXPORT}, or set {TRUST}=1 if you trust its source")
+    content = unpickle(Path(path), "checkpoint", f"{WITH_CODE}: {EXPORT}, or set {TRUST}=1 if you trust its source")
     saved: Settings = content if isinstance(content, dict) else {}
     weights, settings = saved.get("model"), saved_settings(saved)
     fault = ""
@@ -154,29 +153,8 @@ def saved_settings(saved: Settings) -> Settings | None:
     of_task = cfg.get("task") or {}
     if not isinstance(of_task, dict | Namespace):
         return None
-    return {name: value for group in (of_task, of_model) for name, value in settings_of(group).items()}
-
-
-def settings_of(group: Settings | Namespace) -> Settings:
-    """Return the settings of a group, which old versions keep as a namespace."""
-    return vars(group) if isinstance(group, Namespace) else group
-
-
-def unpickle(path: Path, remedy: str) -> object:
-    """Load what torch.save wrote. Raises ValueError unless it holds plain data; `remedy` tells the user what to do."""
-    check_file(path)
-    try:
-        check_stored(path)
-        return torch.load(path, map_location="cpu")
-    except NotStoredError:
-        raise
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # a damaged pickle may raise anything
-        if isinstance(error, pickle.UnpicklingError) and re.search("global", str(error), re.IGNORECASE):
-            code = "pickled objects, which could run any code, next to its weights"
-            raise ValueError(f"{path} holds {code}: {remedy}") from error
-        raise ValueError(f"{path} must be a complete checkpoint, got a truncated or different file") from error
+    groups = (vars(group) if isinstance(group, Namespace) else group for group in (of_task, of_model))
+    return {name: value for group in groups for name, value in group.items()}
 
 
 def build_filled(build: Callable[[], Model], weights: Mapping[str, Tensor], settings: Settings) -> Model:

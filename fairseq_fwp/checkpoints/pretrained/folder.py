@@ -93,22 +93,30 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
 
 def load_pickled(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file of torch.save, without running code in it. Raises ValueError for any other file."""
-    check_file(path)
-    try:
-        check_stored(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except NotStoredError:
-        raise
-    except OSError as error:
-        raise ValueError(f"the weights {path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # a damaged pickle may raise anything
-        if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
-            code = "tensors only, got other objects, which could run any code"
-            raise ValueError(f"{path} must hold {code}: ask its author for {WEIGHTS}") from error
-        raise ValueError(f"{path} must be a complete file of torch.save, got a truncated or different file") from error
+    code = f"must hold tensors only, got other objects, which could run any code: ask its author for {WEIGHTS}"
+    loaded = unpickle(path, "file of torch.save", code, weights_only=True)
     if not isinstance(loaded, dict) or not all(isinstance(name, str) and is_stored(x) for name, x in loaded.items()):
         raise ValueError(f"{path} {TENSORS_ONLY}")
     return loaded
+
+
+def unpickle(path: Path, kind: str, code: str, weights_only: bool | None = None) -> object:
+    """Load what torch.save wrote. Raises ValueError unless it holds plain data; kind: of the file, for errors.
+
+    code: what is said, after the path, of a file with objects that could run code.
+    """
+    check_file(path)
+    try:
+        check_stored(path)
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
+    except NotStoredError:
+        raise
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise ValueError(f"the {kind} {path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
+            raise ValueError(f"{path} {code}") from error
+        raise ValueError(f"{path} must be a complete {kind}, got a truncated or different file") from error
 
 
 def is_stored(x: object) -> bool:

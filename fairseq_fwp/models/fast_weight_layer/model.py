@@ -23,7 +23,7 @@ from fairseq_fwp.models.fast_weight_layer.layer import GRADIENTS_AT, FastWeightL
 from fairseq_fwp.models.fast_weight_layer.update import FAST_WEIGHTS, FastWeightLayerState
 from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
-from fairseq_fwp.models.language_model import LanguageModel, fill_in_defaults
+from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax
 from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.options import Settings, option
@@ -252,7 +252,7 @@ def add_layer(
         "_name": "fwp_fwl_lm", "arch": "fwp_fwl_lm", "fwl_base": names[0], "fwl_fast_weights": "none",
         "fwl_map_inputs": True, "fwl_hidden_dim": hidden_dim,
     }  # fmt: skip
-    completed = fill_in_defaults(OmegaConf.create(settings), FwpFwlLanguageModel.config())
+    completed = OmegaConf.create({**vars(FwpFwlLanguageModel.config()), **settings})
     model = FwpFwlLanguageModel.build_model(completed, task)
     if model.decoder.last_norm is None:
         raise ValueError(

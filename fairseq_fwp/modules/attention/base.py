@@ -60,10 +60,12 @@ class Attention(Heads, Generic[AttentionState]):
     """Causal attention, as a decoder's layer calls it; AttentionState: the type, or the types, of its state.
 
     constant_state: whether the size of the state has a bound, so that a stream may have any length;
+    ages: whether the state goes on changing however long the text is, as a sum does and a window of tokens does not;
     packs_documents: whether `first` can be given, so that a segment may hold several documents.
     """
 
     constant_state = True
+    ages = True
     packs_documents = False
 
     def forward(

@@ -14,6 +14,7 @@ from fairseq_fwp.modules.attention import map_kernel
 from fairseq_fwp.modules.attention.base import Attention, head_size
 from fairseq_fwp.modules.attention.convolution import ShortConvolution
 from fairseq_fwp.modules.attention.gates import Gates
+from fairseq_fwp.modules.attention.map_kernel import Mapped
 from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
 from fairseq_fwp.modules.attention.normalization import (
     AttentionNormalization,
@@ -177,14 +178,20 @@ class FastWeightAttention(Attention[FastWeightState]):
         """
         if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
             raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
-        projected, recent = self.in_proj(x), None
-        by_kernel = map_kernel.suits(self, projected)
-        if by_kernel and self.convolution is None:
-            q, k, v, gates = map_kernel.map_with_gates(self, projected)
-        else:
-            mixed, gates, recent = self.project(projected, state, key_padding_mask, first)
-            q, k, v = map_kernel.map_convolved(self, *mixed) if by_kernel else self.map(*mixed)
-        return (*self.arrange(q, k, v, gates, key_padding_mask), recent)
+        given = self.in_proj(x), state, key_padding_mask, first
+        mapped = map_kernel.compute(self, *given) if map_kernel.suits(self, given[0]) else self.compute(*given)
+        return (*self.arrange(mapped, key_padding_mask), mapped.recent)
+
+    def compute(
+        self,
+        projected: Tensor,
+        state: FastWeightState | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> Mapped:
+        """Return what becomes of the projection (B, L, C) of x: the definition of `map_kernel.compute`."""
+        mixed, gates, recent = self.project(projected, state, key_padding_mask, first)
+        return Mapped(*self.map(*mixed), gates, recent)
 
     def project(
         self,
@@ -236,14 +243,14 @@ class FastWeightAttention(Attention[FastWeightState]):
         return features if shared_by == 1 else features.repeat_interleave(shared_by, 1)
 
     def arrange(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], key_padding_mask: Tensor | None
+        self, mapped: Mapped, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor]]:
-        """Return what `map` and `project` return as the memory reads it: all by head, k and gates padded."""
-        v = v.permute(0, 3, 1, 2, 4)
+        """Return q, k, v and gates as the memory reads them: all by head, k and gates padded."""
+        k, v = mapped.k, mapped.v.permute(0, 3, 1, 2, 4)
         if self.rule.steps == 1:
             k, v = k.squeeze(3), v.squeeze(3)
-        k, padded = self.memory.pad(k, self.gates.by_head(gates), key_padding_mask)
-        return q.squeeze(3), k, v, padded
+        k, gates = self.memory.pad(k, self.gates.by_head(mapped.gates), key_padding_mask)
+        return mapped.q.squeeze(3), k, v, gates
 
     def project_output(self, out: Tensor, x: Tensor) -> Tensor:
         """Return y (B, L, D) of the memory's output (B, H, L, Dv) and x (B, L, D)."""

@@ -3,7 +3,7 @@
 Shapes: B batch, L tokens, H heads of values, Dk feature_dim of the map, Dv size of a value.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -99,23 +99,20 @@ class Gates:
         """Return the biases of each gate's columns. Those of gates of low rank come after their expansion."""
         return [None if gate.rank else self.biases.get(gate.name) for gate in self.rule.gates]
 
-    def of_kernel(self, parts: Iterable[Tensor]) -> dict[str, Tensor]:
+    def of_kernel(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gates (B, L, H, size), by name, from their columns, of which the kernel has computed some."""
         gates = {}
-        for gate, x in zip(self.rule.gates, parts, strict=True):
+        for gate in self.rule.gates:
+            x = columns[gate.name]
             if gate.rank:
                 gates[gate.name] = self._open(gate, x.flatten(2))
-            elif self._part(gate).activation == "sigmoid":
+            elif self.part(gate).activation == "sigmoid":
                 gates[gate.name] = x.squeeze(2)
             else:
                 gates[gate.name] = self._activate(gate, x.squeeze(2))
         return gates
 
-    def parts(self) -> list[Part]:
-        """Return the columns of the gates for the kernel."""
-        return [self._part(gate) for gate in self.rule.gates]
-
-    def _part(self, gate: Gate) -> Part:
+    def part(self, gate: Gate) -> Part:
         """Return the columns of a gate for the kernel, which computes only plain sigmoids, and no low rank."""
         columns = self.columns[gate.name]
         if gate.rank:
@@ -127,7 +124,8 @@ class Gates:
 
     def by_head(self, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return gates (B, L, H, size) as the rule takes them: (B, H, L, size), or (B, H, L) for one number."""
-        turned = {name: gate.transpose(1, 2) for name, gate in gates.items()}
-        return {
-            gate.name: turned[gate.name] if gate.size else turned[gate.name].squeeze(-1) for gate in self.rule.gates
-        }
+        by_head = {}
+        for gate in self.rule.gates:
+            x = gates[gate.name].transpose(1, 2)
+            by_head[gate.name] = x if gate.size else x.squeeze(-1)
+        return by_head

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fairseq_fwp.modules.attention import map_kernel
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
+from fairseq_fwp.modules.attention.map_kernel import Mapped
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.ops import projection
@@ -46,28 +47,17 @@ class MapCheck:
             options = {"key_dim": key_dim, "value_dim": value_dim, **options}
             layer = FastWeightAttention(12, HEADS, feature_map, rule, **options).double()
             x = torch.randn(B, L, layer.in_proj.out_features).bfloat16().double()
-            truth = _results(_compute_with_pytorch, layer, x)
+            truth = _results(FastWeightAttention.compute, layer, x)
             for dtype in dtypes:
                 layer.to(device, dtype)
-                yield _results(_compute_with_kernel, layer, x.to(device, dtype)), truth, dtype
+                yield _results(map_kernel.compute, layer, x.to(device, dtype)), truth, dtype
 
 
-def _compute_with_pytorch(layer: FastWeightAttention, x: Tensor) -> list[Tensor]:
-    mixed, gates, _ = layer.project(x)
-    return [*layer.map(*mixed), *gates.values()]
-
-
-def _compute_with_kernel(layer: FastWeightAttention, x: Tensor) -> list[Tensor]:
-    q, k, v, gates = map_kernel.map_with_gates(layer, x)
-    return [q, k, v, *gates.values()]
-
-
-def _results(
-    compute: Callable[[FastWeightAttention, Tensor], list[Tensor]], layer: FastWeightAttention, x: Tensor
-) -> Named:
+def _results(compute: Callable[[FastWeightAttention, Tensor], Mapped], layer: FastWeightAttention, x: Tensor) -> Named:
     """Return queries, keys, values, gates and the gradient of x, a projection, in float64 on the CPU."""
     leaf = x.detach().requires_grad_()
-    results = compute(layer, leaf)
+    q, k, v, gates, _ = compute(layer, leaf)
+    results = [q, k, v, *gates.values()]
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in results]
     found = (*results, *torch.autograd.grad(results, leaf, gradients))

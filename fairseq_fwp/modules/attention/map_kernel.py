@@ -1,20 +1,34 @@
 """Map, normalisation and gates of a fast weight layer by one CUDA kernel, in place of the layer's own steps.
 
-The definition is `FastWeightAttention.project` and `map`; `map_check` compares the two. Shapes: B batch, L tokens, H
+The definition is `FastWeightAttention.compute`; `map_check` compares the two. Shapes: B batch, L tokens, H
 heads of values, Dk features of a key, Dv size of a value, N keys and values a token.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.attention.convolution import ShortConvolution
 from fairseq_fwp.modules.attention.gates import Gates
-from fairseq_fwp.modules.attention.memory import Memory
+from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
 from fairseq_fwp.modules.attention.normalization import LengthNormalization, SumNormalization
 from fairseq_fwp.modules.feature_maps import Favor, FeatureMap, kernel_form
 from fairseq_fwp.ops.projection import Layout, Part, has_kernel, map_projection
+
+
+class Mapped(NamedTuple):
+    """What becomes of a layer's projection.
+
+    q: (B, H, L, 1, Dk), and k: (B, H, L, N, Dk), in v's dtype; v: (B, L, N, H, Dv); gates: (B, L, H, size), by name.
+    recent: a convolution's inputs of the last tokens, None without one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: dict[str, Tensor]
+    recent: Tensor | None
 
 
 class Layer(Protocol):
@@ -38,16 +52,26 @@ class Layer(Protocol):
 
     def features_by_head(self, features: Tensor) -> Tensor: ...
 
+    def project(
+        self,
+        projected: Tensor,
+        state: FastWeightState | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> tuple[list[Tensor], dict[str, Tensor], Tensor | None]: ...
+
 
 def find_layout(layer: Layer) -> Layout | None:
     """Return what the kernel needs to know of a layer; None if it cannot compute its steps."""
     form, norms = kernel_form(layer.feature_map), [norm.form for norm in layer.key_normalizations]
     if form is None or len(norms) > 1 or layer.memory.backend not in ("auto", "kernel"):
         return None
-    values = layer.memory.rule.steps, layer.value_heads, layer.head_dim
+    rule = layer.memory.rule
+    values = rule.steps, layer.value_heads, layer.head_dim
     # The kernel follows a convolution, without the gates.
-    parts = [Part(*values, "silu")] if layer.convolution is not None else [Part(*values), *layer.gates.parts()]
-    dims = layer.num_heads, layer.memory.rule.steps, layer.key_dim, layer.feature_map.feature_dim
+    plain = [Part(*values), *map(layer.gates.part, rule.gates)]
+    parts = plain if layer.convolution is None else [Part(*values, "silu")]
+    dims = layer.num_heads, rule.steps, layer.key_dim, layer.feature_map.feature_dim
     norm = norms[0] if norms else ("none", False, 0.0)
     layout = Layout(*dims, form.name, *norm, layer.query_scale, form.scale, form.offset, tuple(parts))
     random = layer.feature_map.projection.numel() if isinstance(layer.feature_map, Favor) else 0
@@ -63,16 +87,21 @@ def suits(layer: Layer, projected: Tensor) -> bool:
     return not (autocast and layer.bias is None and any(x is not None for x in layer.gates.added_biases()))
 
 
-def map_with_gates(layer: Layer, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Return q, k and v as `FastWeightAttention.map`, and gates (B, L, H, size) by name, of a projection (B, L, C)."""
-    q, k, v, *of_gates = _map(layer, _add_biases(layer, projected))
-    return q, k, v, layer.gates.of_kernel(of_gates)
-
-
-def map_convolved(layer: Layer, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as `FastWeightAttention.map`, of the output of a convolution (B, L, C)."""
+def compute(
+    layer: Layer,
+    projected: Tensor,
+    state: FastWeightState | None = None,
+    key_padding_mask: Tensor | None = None,
+    first: Tensor | None = None,
+) -> Mapped:
+    """Return what `FastWeightAttention.compute` does, of a projection (B, L, C) that the kernel suits."""
+    if layer.convolution is None:
+        q, k, v, *of_gates = _map(layer, _add_biases(layer, projected))
+        gates = layer.gates.of_kernel(dict(zip(layer.gates.columns, of_gates, strict=True)))
+        return Mapped(q, k, v, gates, None)
+    (convolved,), gates, recent = layer.project(projected, state, key_padding_mask, first)
     q, k, v = _map(layer, convolved)
-    return q, k, v
+    return Mapped(q, k, v, gates, recent)
 
 
 def _map(layer: Layer, mixed: Tensor) -> list[Tensor]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fairseq_fwp import ops
 from fairseq_fwp.modules.attention.base import scores_are_cheaper
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization
 from fairseq_fwp.modules.update_rules import UpdateRule
@@ -80,8 +79,8 @@ class Memory:
         divisor = None
         if self.normalization is not None:
             divisor, k, v, z = self.normalization.apply(self.rule, q, k, v, gates, z, first, self.backend)
-        in_order = [gates[gate.name] for gate in self.rule.gates]
-        out, weights = self.rule.operator(q, k, v, *in_order, weights, first=first, backend=self.backend)
+        in_order = [gates[name] for name in self.rule.function.gates]
+        out, weights = self.rule.function(q, k, v, *in_order, weights, first=first, backend=self.backend)
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, z)
@@ -94,7 +93,7 @@ class Memory:
         """Return whether scores are the fastest form for an empty memory: float32 or float64 on a CPU."""
         length = q.shape[2]
         return (
-            self.rule.operator is ops.sum_rule
+            self.rule.only_adds
             and self.backend == "auto"
             and q.device.type == "cpu"
             and q.dtype in (torch.float32, torch.float64)
@@ -103,7 +102,7 @@ class Memory:
         )
 
     def _read_scores(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the output of the sum rule for few tokens: out_t = sum over i <= t of (q_t . k_i) v_i.
+        """Return the output of a rule that only adds, for few tokens: out_t = sum over i <= t of (q_t . k_i) v_i.
 
         It differs in the last bits: products of matrices add in another order.
         """

@@ -30,7 +30,7 @@ LEAST_LENGTH = 1e-12  # by which `F.normalize` divides
 
 Form: TypeAlias = tuple[str, bool, float]  # of a normalisation: norm, adds and epsilon of `ops.projection.Layout`
 
-Kind = TypeVar("Kind", bound="Division")
+Self = TypeVar("Self", bound="Division")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Division:
         valid = self.epsilon is None or 0 < self.epsilon < math.inf
         check(valid, f"`epsilon` must be a number above 0, got {self.epsilon}")
 
-    def with_epsilon(self: Kind, default: float) -> Kind:
+    def with_epsilon(self: Self, default: float) -> Self:
         """Return a copy with the default epsilon if none was given."""
         return replace(self, epsilon=default) if self.epsilon is None else self
 
@@ -103,13 +103,13 @@ class AttentionNormalization(Division):
 
     def check_rule(self, name: str, rule: UpdateRule) -> None:
         """Raise ValueError if this normalisation is not defined for the rule of that name."""
-        if rule.normaliser is None:
+        if rule.normalizer is None:
             raise ValueError(
                 f"`attention_normalization` must be left out for the update rule {name}, where it is not defined: use "
                 "`sum_normalization`"
             )
         check(
-            self.read_out_only or not rule.normaliser.output_only,
+            self.read_out_only or not rule.normalizer.output_only,
             f"`read_out_only` must be given with `attention_normalization` for the update rule {name}: it erases and "
             "forgets, so only its output can be normalised",
         )
@@ -129,20 +129,20 @@ class AttentionNormalization(Division):
 
         z: the argument is before the first token, None = zeros; the result is after the last one.
         """
-        normaliser = rule.normaliser
-        assert normaliser is not None  # `check_rule` refuses others
-        if normaliser.gates is not None:
+        normalizer = rule.normalizer
+        assert normalizer is not None  # `check_rule` refuses others
+        if normalizer.gates is not None:
             # A memory for values of one, which forgets as the rule does.
             wide_q, wide_k, ones, *forgets = map(
-                at_least_float32, (q, k, torch.ones_like(v[..., :1]), *normaliser.gates(**gates))
+                at_least_float32, (q, k, torch.ones_like(v[..., :1]), *normalizer.gates(**gates))
             )
             before = None if z is None else z.unsqueeze(-1)
-            operator = normaliser.operator or rule.operator
-            divisor, z = operator(wide_q, wide_k, ones, *forgets, before, first=first, backend=backend)
+            function = normalizer.function or rule.function
+            divisor, z = function(wide_q, wide_k, ones, *forgets, before, first=first, backend=backend)
             return self.bound(divisor.squeeze(-1)), k, v, z.squeeze(-1)
         sums = running_sum(k, z, first)
         divisor = self.output_divisor(q, sums)
-        if normaliser.retrieved and not self.read_out_only:
+        if normalizer.retrieved and not self.read_out_only:
             k, v = self.normalize_retrieval(k, v, sums, first)
         return divisor, k, v, sums[:, :, -1].clone()  # a slice would keep all sums in memory
 

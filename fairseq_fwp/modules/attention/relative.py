@@ -141,6 +141,7 @@ class RelativeAttention(Attention[SegmentMemory | RelativeCache]):
     The scores take O(B H L S) memory: vectors of distances are not expanded to pairs of tokens.
     """
 
+    ages = False
     states = (SegmentMemory,)
 
     def __init__(

@@ -146,6 +146,7 @@ class SoftmaxAttention(Attention[KeyValueCache]):
     """
 
     named_as_rule = True
+    ages = False
     states = (KeyValueCache,)
 
     def __init__(

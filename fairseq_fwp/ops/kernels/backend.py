@@ -11,8 +11,11 @@ GREATEST_SIZE = {"cuda": 512}
 _warned: set[str] = set()
 
 
-def too_large(q: Tensor, v: Tensor, required: bool) -> bool:
-    """Return whether keys or values are too large for their device's kernel: warn once, or raise RuntimeError if so."""
+def warn_of_size(q: Tensor, v: Tensor, required: bool) -> bool:
+    """Warn once if keys or values are too large for their device's kernel, and return whether they are.
+
+    Raises RuntimeError instead if the kernel is required.
+    """
     if q.device.type not in GREATEST_SIZE:
         return False
     greatest, sizes = GREATEST_SIZE[q.device.type], (*q.shape[-1:], *v.shape[-1:])

@@ -58,12 +58,12 @@ _warned: set[str] = set()
 _checking = threading.Lock()
 
 
-def distrusted(
+def warn_of_fault(
     rule: str, device: str, required: bool = False, instead: str = "the rule runs as a slow loop in Python"
 ) -> bool:
-    """Return whether a rule must not use its kernel: warn once if so, or raise RuntimeError if it is required.
+    """Warn once if a rule must not use its kernel, which is wrong, and return whether that is so.
 
-    instead: what runs in its place.
+    instead: what runs in its place. Raises RuntimeError instead if the kernel is required.
     """
     reason = find_faults(device).get(rule)
     message = f"the kernel of {rule} is not used on {device}, because it differs from the reference: {reason}"
@@ -76,7 +76,7 @@ def distrusted(
 
 
 # As backend.require_kernel: a trace calls it, and treats the result as a constant.
-distrusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+warn_of_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def read_faults(library: Path) -> dict[str, Faults]:
@@ -260,7 +260,7 @@ def _compare(rule: Any, device: torch.device) -> Iterator[tuple[dict[str, Tensor
         for first, dtypes in ((None, (torch.bfloat16,)),) if sizes in LONG else usual:
             truth = _results(rule.reference, inputs, torch.float64, torch.device("cpu"), first)
             for dtype in dtypes:
-                yield _results(rule.by_operator, inputs, dtype, device, first), truth, dtype
+                yield _results(rule.operator, inputs, dtype, device, first), truth, dtype
 
 
 def _sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor]:

@@ -38,9 +38,9 @@ from fairseq_fwp.ops.checks import check
 # Gates -> (B, H, L), how strongly a token writes, of operators that can be read backwards from a query: they are linear
 # in the values, and their transition is symmetric.
 WRITE_STRENGTHS: dict[ops.Rule, Callable[..., Tensor]] = {
-    UPDATE_RULES["sum"].operator: lambda: torch.ones(()),
-    UPDATE_RULES["gated"].operator: lambda gate: 1 - gate,
-    UPDATE_RULES["delta"].operator: lambda beta: beta,
+    UPDATE_RULES["sum"].function: lambda: torch.ones(()),
+    UPDATE_RULES["gated"].function: lambda gate: 1 - gate,
+    UPDATE_RULES["delta"].function: lambda beta: beta,
 }
 
 
@@ -97,7 +97,7 @@ class FastWeightMemory(nn.Module):
             f"the update rule must have one key per token for associations, got {update_rule} with {rule.steps}",
         )
         check(
-            not attention_normalization or (rule.normaliser is not None and not rule.normaliser.output_only),
+            not attention_normalization or (rule.normalizer is not None and not rule.normalizer.output_only),
             f"`attention_normalization` must be left out for the update rule {update_rule}, where it is not defined: "
             "use `sum_normalization`",
         )
@@ -112,7 +112,7 @@ class FastWeightMemory(nn.Module):
     @property
     def write_strength(self) -> Callable[..., Tensor] | None:
         """The entry of the rule in `WRITE_STRENGTHS`."""
-        return WRITE_STRENGTHS.get(self.memory.rule.operator)
+        return WRITE_STRENGTHS.get(self.memory.rule.function)
 
     def _size(self, gate: Gate) -> int:
         return gate.width(self.feature_map.feature_dim, self.num_values)
@@ -166,8 +166,8 @@ class FastWeightMemory(nn.Module):
         out = q @ state.weights
         if self.memory.normalization is None:
             return out
-        normaliser = self.memory.rule.normaliser
-        if normaliser is not None and normaliser.gates is not None and state.normalizer is not None:
+        normalizer = self.memory.rule.normalizer
+        if normalizer is not None and normalizer.gates is not None and state.normalizer is not None:
             z = state.normalizer
         return out / self.memory.normalization.bound(q @ z.unsqueeze(-1))
 
@@ -175,8 +175,8 @@ class FastWeightMemory(nn.Module):
         self, q: Tensor, k: Tensor, values: Tensor, gates: dict[str, Tensor], strength: Tensor
     ) -> Tensor:
         """Return the same for a rule with a write strength (B, 1, L), without the matrix."""
-        normalization, normaliser = self.memory.normalization, self.memory.rule.normaliser
-        retrieves = normaliser is not None and normaliser.retrieved
+        normalization, normalizer = self.memory.normalization, self.memory.rule.normalizer
+        retrieves = normalizer is not None and normalizer.retrieved
         written, scale, z = k, k.new_ones(1), k.sum(2)
         if normalization is not None and retrieves:  # a factor of the values normalises what is retrieved
             ones = k.new_ones(*k.shape[:3], 1)
@@ -200,7 +200,7 @@ class FastWeightMemory(nn.Module):
         writes, reads = k[:, :, :-1], k[:, :, 1:]
         zeros = k.new_zeros(*writes.shape[:3], q.shape[2])
         before = [gates[gate.name].flip(2)[:, :, :-1] for gate in self.memory.rule.gates]
-        out, _ = self.memory.rule.operator(reads, writes, zeros, *before, state, backend=self.memory.backend)
+        out, _ = self.memory.rule.function(reads, writes, zeros, *before, state, backend=self.memory.backend)
         return strength.unsqueeze(-1) * torch.cat([k[:, :, :1] @ state, out], dim=2).flip(2)
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from fairseq_fwp.models.attention_options import MemoryOptions, PublicMapOptions, add_choices
 from fairseq_fwp.models.attentions import (
-    Kind,
+    Configurable,
     build_map,
     build_normalizations,
     construct,
@@ -58,7 +58,7 @@ class FwpAssociativeRetrievalConfig(PublicMapOptions, MemoryOptions):
     embed_dim: Optional[int] = option(None, "size of a key's embedding, at least 1; none: 2.2 * --num-keys")  # noqa: UP045
 
 
-MEMORY = Kind(
+MEMORY = Configurable(
     FastWeightMemory,
     {
         "feature_map": "feature_map",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.checkpoints.linearize.initialisation import INITIALISATIONS, Initialisation, Projections
-from fairseq_fwp.modules.update_rules import UPDATE_RULES, Normaliser, UpdateRule, uniform_gate_bias
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, Normalizer, UpdateRule, uniform_gate_bias
 from fairseq_fwp.ops import Rule, decay_rule, outer, sum_rule
 
 
@@ -55,7 +55,7 @@ UPDATE_RULES["divided_sum"] = UpdateRule(
     DividedSum("divided_sum", sum_rule.step, as_fast_weights=sum_rule.as_fast_weights)
 )
 UPDATE_RULES["decay_gated_write"] = UPDATE_RULES["decay"]._replace(
-    operator=Rule("decay_with_gated_write", gated_write, decay_rule.gates, difference), normaliser=Normaliser()
+    function=Rule("decay_with_gated_write", gated_write, decay_rule.gates, difference), normalizer=Normalizer()
 )
 # Footnote 1.
 UPDATE_RULES["decay_no_sigmoid"] = UpdateRule(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commands import RecipeError, whole
+from flags import shaped
 
 from data.prepare import read_lines
 
@@ -63,7 +64,8 @@ def read_gpt2(folder: Path) -> Tokenizer:
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{vocabulary} and {merges.name} must be a vocabulary of GPT-2: {error}") from error
     config = folder / "config.json"
-    words = json.loads(config.read_text(encoding="utf-8"))["vocab_size"] if config.is_file() else last + 1
+    with shaped(config, "the config.json of a published GPT-2"):
+        words = int(json.loads(config.read_bytes())["vocab_size"]) if config.is_file() else last + 1
     if last >= words:
         raise RecipeError(f"tokens of {vocabulary} must have numbers below {words}, the words of {config}, got {last}")
 

@@ -71,7 +71,7 @@ def build(vector: Vector, words=WORDS, **options):
         OmegaConf.structured(known), {"max_target_positions": None, "add_bos_token": False, **conversion.flags}
     )
     task = checkpoint.make_task(conversion)
-    return checkpoint.build(conversion, cfg, task).double().eval(), task.target_dictionary, conversion
+    return checkpoint.build_converted(conversion, cfg, task).double().eval(), task.target_dictionary, conversion
 
 
 class Command:
@@ -108,6 +108,16 @@ class Folder(Command):
     def save(self, config: dict, tensors: dict[str, torch.Tensor]) -> None:
         (self.path / "config.json").write_text(json.dumps(config))
         save_file(tensors, self.path / "model.safetensors")
+
+    def save_parts(self, tensors: dict[str, torch.Tensor], whole: str = "model.safetensors") -> None:
+        """Write weights into two files, with the index of a file that would have all."""
+        names, ending = sorted(tensors), Path(whole).suffix
+        parts = {f"part{n}{ending}": names[n::2] for n in range(2)}
+        for file, of_file in parts.items():
+            some = {name: tensors[name].clone() for name in of_file}
+            (save_file if ending == ".safetensors" else torch.save)(some, self.path / file)
+        index = {"weight_map": {name: file for file, of_file in parts.items() for name in of_file}}
+        (self.path / f"{whole}.index.json").write_text(json.dumps(index))
 
 
 class Converter(Command):

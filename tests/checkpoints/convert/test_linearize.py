@@ -43,21 +43,21 @@ FLAGS = {
 of_both = looped("biases", [True, False])
 
 
-def configure(flags):
+def fwp_lm_config(flags):
     given = {"max_target_positions": None, "add_bos_token": False, "fwp_backend": "reference", **flags}
     return OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), given)
 
 
 def build(conversion):
     """Return the model of a conversion, in evaluation."""
-    return checkpoint.build(conversion, configure(conversion.flags), checkpoint.make_task(conversion)).eval()
+    return checkpoint.build_converted(conversion, fwp_lm_config(conversion.flags)).eval()
 
 
 def make_source(biases=True, **more):
     """Return a softmax model with large random weights, in float64."""
     flags = {**FLAGS, "attention_bias": biases, **more}
     task = Namespace(target_dictionary=make_dictionary(50))
-    model = ARCH_MODEL_REGISTRY["fwp_lm"].build_model(configure(flags), task).double()
+    model = ARCH_MODEL_REGISTRY["fwp_lm"].build_model(fwp_lm_config(flags), task).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return Conversion("fwp_lm", flags, dict(model.named_parameters()), WORDS, [])
@@ -101,8 +101,8 @@ def test_every_rule_and_map_takes_its_place(source, rule):
     tokens = torch.randint(4, 50, (2, LENGTH))
     for name, feature_map in FEATURE_MAPS.items():
         normalized = feature_map.positive
-        of_output = normalized and UPDATE_RULES[rule].normaliser is not None
-        only_it = of_output and UPDATE_RULES[rule].normaliser.output_only
+        of_output = normalized and UPDATE_RULES[rule].normalizer is not None
+        only_it = of_output and UPDATE_RULES[rule].normalizer.output_only
         settings = {
             "sum_normalization": normalized,
             "attention_normalization": of_output,

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.pairwise import looped
 from support.small_models import by_steps, log_probs, numbers_in, train
 
@@ -119,18 +119,13 @@ def test_a_folder_of_an_earlier_version_is_the_same_model(folder):
         if config["tie_word_embeddings"]:
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         (folder.path / "model.safetensors").unlink()
-        names, files = sorted(tensors), ["one.safetensors", "two.safetensors"]
-        places = {name: files[number % 2] for number, name in enumerate(names)}
-        for file in files:
-            save_file({name: tensors[name].clone() for name in names if places[name] == file}, folder.path / file)
-        (folder.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        folder.save_parts(tensors)
         (folder.path / "config.json").write_text(json.dumps(config))
         found = llama.convert(*arguments(folder))
         assert (found.flags, found.words, found.notes) == (expected.flags, expected.words, expected.notes)
         assert found.weights.keys() == expected.weights.keys()
         assert all(torch.equal(found.weights[name], tensor) for name, tensor in expected.weights.items())
-        for file in (*files, "model.safetensors.index.json"):
-            (folder.path / file).unlink()
+        (folder.path / "model.safetensors.index.json").unlink()
 
 
 def arguments(folder):

@@ -53,7 +53,7 @@ def test_a_written_checkpoint_is_the_model(convert, name, capsys):
     check_losses(vector, *load(folder), 1e-6)
     # Only the flags are needed for the same model.
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)["cfg"]["model"]
-    cfg = checkpoint.configure(flags.split(), folder).model
+    cfg = checkpoint.fairseq_config(flags.split(), folder).model
     known = {key: getattr(cfg[key], "value", cfg[key]) for key in cfg if key != "activation_fn"}
     assert {key: saved[key] for key in known} == known
 

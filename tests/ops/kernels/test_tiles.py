@@ -1,6 +1,6 @@
 """Tiles of bfloat16, which rules with a decay per head use on processors with AMX, by the emulation of their products.
 
-Long sweeps are in tests/nightly/test_tiles.py.
+Long sweeps are in tests/nightly/test_tiles_of_every_length.py.
 """
 
 import pytest

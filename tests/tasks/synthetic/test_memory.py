@@ -50,8 +50,8 @@ def refusal_of(rule, map_name, norm):
         return "features must not be negative"
     if UPDATE_RULES[rule].steps > 1:
         return "must have one key per token for associations"
-    normaliser = UPDATE_RULES[rule].normaliser
-    if "attention_normalization" in norm and (normaliser is None or normaliser.output_only):
+    normalizer = UPDATE_RULES[rule].normalizer
+    if "attention_normalization" in norm and (normalizer is None or normalizer.output_only):
         return f"`attention_normalization` must be left out for the update rule {rule}, where it is not"
     return None
 
@@ -78,7 +78,7 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
 
 @looped("length", [1, L])
 @looped("norm", NORMALIZATIONS)
-@looped("rule", [name for name, rule in UPDATE_RULES.items() if rule.operator in WRITE_STRENGTHS])
+@looped("rule", [name for name, rule in UPDATE_RULES.items() if rule.function in WRITE_STRENGTHS])
 def test_reading_backwards_is_reading_the_matrix(rule, norm, length, monkeypatch):
     """The kernels give the same numbers and gradients."""
     memory = make(rule, **norm)
@@ -88,7 +88,7 @@ def test_reading_backwards_is_reading_the_matrix(rule, norm, length, monkeypatch
     memory.memory.backend = "auto"
     by_kernel = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates.values()])
     with monkeypatch.context() as patch:
-        patch.delitem(WRITE_STRENGTHS, memory.memory.rule.operator)
+        patch.delitem(WRITE_STRENGTHS, memory.memory.rule.function)
         matrix = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates.values()])
     torch.testing.assert_close(backwards, matrix)
     torch.testing.assert_close(by_kernel, matrix)
