@@ -52,7 +52,7 @@ def draw_words(words, count):
 
 
 def sample(words, sequences, length):
-    """Return a batch as fairseq's task for language models makes it. Word r has a share of 1 / r, about as in a text."""
+    """Return a batch as fairseq's task for language models makes it. As in a text, word r has a share of 1 / r."""
     exponents = torch.rand(sequences, length + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     tokens = SPECIAL - 1 + ((words - SPECIAL) ** exponents).long()
     return {
