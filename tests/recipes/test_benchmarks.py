@@ -201,6 +201,7 @@ def out(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_part_of_a_gpu(load, out):
     record = load("record").Record.read(out / "gpu_measure.csv")
     assert record.notes()["faults"] == "gla_rule: is off"  # and everything else was measured
@@ -233,6 +234,7 @@ def test_every_part_of_a_gpu(load, out):
     assert notes["laws"].startswith("passed: 3 passed") and notes["memcheck"] and notes["racecheck"]
 
 
+@pytest.mark.slow
 def test_publish(load, out, tmp_path, monkeypatch, capsys):
     """The table comes from the CSVs of all calls. A failed check, or calls of two versions, are refused."""
     monkeypatch.setenv("FWP_TINY", "cpu")
@@ -258,6 +260,7 @@ def test_publish(load, out, tmp_path, monkeypatch, capsys):
     assert f"| delta, fla vs delta, kernel | {SHAPE} | - | not available" in shown
 
 
+@pytest.mark.slow
 def test_the_check_of_every_rule(load, out):
     """Each has an error and the bits of three runs, in every dtype; what is not right is named."""
     gpu, record = load("gpu"), load("record").Record.read(out / "gpu_check.csv")

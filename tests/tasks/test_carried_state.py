@@ -107,8 +107,7 @@ def pieces(task, split, streams, at_documents=False):
     return [[piece for piece in stream if sum(len(part["source"]) for part in piece)] for stream in found]
 
 
-@looped("rule", [*UPDATE_RULES, "hybrid"])
-@looped("separator", [None, "w3"])
+@looped("rule, separator", [*((rule, "w3") for rule in (*UPDATE_RULES, "hybrid")), ("delta", None), ("hybrid", None)])
 def test_carried_segments_equal_one_long_forward(setup, rule, separator):
     """It holds in training and validation, with positions; documents anywhere in a stream start again.
 
