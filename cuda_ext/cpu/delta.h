@@ -249,7 +249,7 @@ struct DeltaBackwardWrites {
 template <typename A, int NV>
 struct DeltaBackwardReads {
   // All reads and writes are known in advance. So the number of tokens per pass changes no bit.
-  static constexpr int kGroup = NV == 1 ? kTokens : kDeltaTokens;
+  static constexpr int kGroup = NV == 1 ? kPassTokens : kDeltaTokens;
 
   StateBlock<A, NV>& block;
   Tokens<const A> k, d_out, error, d_v;

@@ -54,7 +54,7 @@ struct ForgetGradients {  // null like ForgetTokens
 //         out[t] = q[t] @ W
 template <typename A, int NV, typename K>
 struct ForgetForward {
-  static constexpr int kGroup = K::retrieves ? kDeltaTokens : NV == 4 ? 2 : kTokens;  // limited by registers
+  static constexpr int kGroup = K::retrieves ? kDeltaTokens : NV == 4 ? 2 : kPassTokens;  // limited by registers
   static_assert(!K::retrieves || kGroup == 2);
 
   StateBlock<A, NV>& block;

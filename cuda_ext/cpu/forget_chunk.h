@@ -13,7 +13,6 @@
 //
 // Decays are only multiplied, one factor a token: nothing is divided, and nothing is masked by multiplying with zero.
 #pragma once
-#pragma once
 
 #include <algorithm>
 #include <type_traits>
@@ -161,16 +160,16 @@ class ForgetChunk {
 
   // Everything that needs keys and decays only. Without scores, what the next chunk needs.
   template <bool kScores = true>
-  void prepare(const In& in, int64_t t) {
-    query_ = input(in.q, t, keys_, own_query_);
-    writer_[0].key = input(in.k, t, keys_, writer_[0].own_key);
+  void prepare(const In& in, int64_t first) {
+    query_ = input(in.q, first, keys_, own_query_);
+    writer_[0].key = input(in.k, first, keys_, writer_[0].own_key);
     reader_ = constant(own_reader_), fade_ = constant(own_fade_);
-    if (in.key_decay.data) fade_ = input(in.key_decay, t, keys_, own_fade_);
+    if (in.key_decay.data) fade_ = input(in.key_decay, first, keys_, own_fade_);
     for (int64_t s = in.key_decay.data ? count_ : 0; s < rows_; ++s)
-      fill(own_fade_[s], keys_, s < count_ ? in.head_decay[t + s] : 1);
+      fill(own_fade_[s], keys_, s < count_ ? in.head_decay[first + s] : 1);
     if constexpr (kRemoves) {
-      writer_[1].key = input(in.removal, t, keys_, writer_[1].own_key);
-      reader_ = input(in.removal_key, t, keys_, own_reader_);
+      writer_[1].key = input(in.removal, first, keys_, writer_[1].own_key);
+      reader_ = input(in.removal_key, first, keys_, own_reader_);
     }
     for (int64_t t = 0; t < rows_; t += kTileRows) {
       for (const Writer& w : writer_) see_group<kScores>(w, t);

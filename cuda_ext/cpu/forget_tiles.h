@@ -121,10 +121,10 @@ class ForgetTiles {
   FactorTile *key_, *query_, *key_by_token_;            // K and Q as left factors, K^T as a right one
   FactorTile *key_of_token_, *query_of_token_;          // K^T and Q^T on the left
   FactorTile *key_by_dim_, *query_by_dim_;              // K and Q on the right
-  Parts inverse_, scores_;                              // (I + X)^-1 and P, on the left; their transposes on the way back
+  Parts inverse_, scores_;                              // (I + A b)^-1 and P, on the left; their transposes on the way back
   Parts of_state_, rest_, write_, last_;                // a panel of W, V - c K W, U, w U, on the right
   Parts left_, erased_, by_column_;                     // only on the way back
-  float *with_key_, *with_query_, *faded_, *solved_;    // K K^T, Q K^T, d, (I + X)^-1
+  float *with_key_, *with_query_, *faded_, *solved_;    // K K^T, Q K^T, F, (I + A b)^-1
   float *found_, *read_, *error_;                       // K W; Q W, later out; E
   float *d_read_, *d_error_, *d_write_, *d_with_key_, *d_with_query_, *turned_;
   float *from_read_, *from_found_, *from_write_;        // blocks of d_out W^T, d_E W^T and U G'^T
@@ -260,11 +260,11 @@ class ForgetTiles {
     const TileFactors factors[] = {{left, right.low}, {left, right.high}};
     unit_->multiply(factors, 2, steps, sums);
   }
-  void multiply(const Parts& left, const FactorTile* right, float* sums) const {
+  void multiply(const Parts& left, const FactorTile* right, int64_t steps, float* sums) const {
     const TileFactors factors[] = {{left.low, right}, {left.high, right}};
-    unit_->multiply(factors, 2, 1, sums);
+    unit_->multiply(factors, 2, steps, sums);
   }
-  void multiply(const Parts& left, const Parts& right, float* sums, int64_t steps = 1) const {
+  void multiply(const Parts& left, const Parts& right, int64_t steps, float* sums) const {
     const TileFactors factors[] = {{left.low, right.high}, {left.high, right.low}, {left.high, right.high}};
     unit_->multiply(factors, 3, steps, sums);
   }
@@ -348,7 +348,7 @@ class ForgetTiles {
       }
   }
 
-  // d, P, (I + X)^-1 and products of decays. Scores with decays by key have them.
+  // F, P, (I + A b)^-1 and products of decays. Scores with decays by key have them.
   void fade(int64_t count, Vector<float> bad) {
     float index[kTokens], product = 1;
     for (int64_t t = 0; t < kTokens; ++t) index[t] = t, rate_[t] = t < count ? in_.rate_at(start_ + t) : 0;
@@ -376,7 +376,7 @@ class ForgetTiles {
     finite_ = sum_lanes<float>(bad) == 0;
   }
 
-  // Row t of (I + X)^-1, from that of X and the rows before it.
+  // Row t of (I + A b)^-1, from that of A b and the rows before it.
   FWP_INLINE void invert_row(const Line& x, int64_t t, Vector<float>& bad) {
     float factor[kTokens];
     x.store_to(factor, kTokens);
@@ -420,13 +420,13 @@ class ForgetTiles {
     Vector<float> bad = {};
     split_state(state_, j, of_state_, bad);
     if constexpr (kByKey)
-      multiply(seen_query(), of_state_, read_, steps_);
+      multiply(seen_query(), of_state_, steps_, read_);
     else
       multiply(query_, of_state_, steps_, read_);
     read_block(in_.v.from(j), start_, count, columns_from(j), error_);
     if constexpr (kErases) {
       if constexpr (kByKey)
-        multiply(seen_key(), of_state_, found_, steps_);
+        multiply(seen_key(), of_state_, steps_, found_);
       else
         multiply(key_, of_state_, steps_, found_);
       for (int64_t t = 0; t < count; ++t) {
@@ -435,13 +435,13 @@ class ForgetTiles {
         rest.store_to(error_ + t * kColumns, kColumns);
       }
       split_right(error_, rest_, bad);
-      multiply(inverse_, rest_, error_);
+      multiply(inverse_, rest_, 1, error_);
     }
     scale(rate_, error_, found_);
     split_right(found_, write_, bad);
     scale(weight_, found_, found_);
     split_right(found_, last_, bad);
-    multiply(scores_, write_, found_);
+    multiply(scores_, write_, 1, found_);
     for (int64_t t = 0; t < kTokens; ++t) {
       Line read = line(found_ + t * kColumns);
       read.add(so_far_[t], line(read_ + t * kColumns));
@@ -461,7 +461,7 @@ class ForgetTiles {
     }
     for (int64_t i = 0; i < steps_; ++i) {
       if constexpr (kByKey)
-        multiply(of_block(last_key(), 2 * i), last_, found_);
+        multiply(of_block(last_key(), 2 * i), last_, 1, found_);
       else
         multiply(key_of_token_ + 2 * i, last_, 1, found_);
       change_state(i, j, state_, state_);
@@ -481,7 +481,7 @@ class ForgetTiles {
     for (int64_t n = 0; n < kProductSide; n += kLanes<float>) sum += fwp::load(x + n) * fwp::load(y + n);
     return sum_lanes<float>(sum);
   }
-  // to[s][t] = x[t][s] F_ts, for s <= t or, if `strict`, s < t; without `to`, in place and not turned.
+  // own[t][s] = x[t][s] F_ts, for s <= t or, if `strict`, s < t.
   void fade_block(const float* x, bool strict, float* own) const {
     for (int64_t t = 0; t < kTokens; ++t) {
       Line y = line(x + t * kTokens);
@@ -534,15 +534,15 @@ class ForgetTiles {
       scale(weight_, d_write_, d_write_);
       read_block(d_out.from(j), 0, count, columns_from(j), d_read_);
       split_right(d_read_, rest_, bad);
-      multiply(scores_, rest_.high, found_);
+      multiply(scores_, rest_.high, 1, found_);
       add(one, found_, d_write_);
       if constexpr (kErases) {
         read_block(retrieved.from(j), 0, count, columns_from(j), error_);
         scale(rate_, d_write_, found_);
         split_right(found_, rest_, bad);
-        multiply(inverse_, rest_, d_error_);
+        multiply(inverse_, rest_, 1, d_error_);
         split_right(d_error_, rest_, bad);
-        multiply(left_, rest_, found_);
+        multiply(left_, rest_, 1, found_);
         add(minus_one, found_, d_write_);
       } else {
         read_block(in_.v.from(j), start_, count, columns_from(j), error_);
@@ -560,7 +560,7 @@ class ForgetTiles {
       add(one, found_, d_with_query_);
       if constexpr (kErases) {
         split_left(d_error_, kColumns, erased_, bad);
-        multiply(erased_, last_, found_);
+        multiply(erased_, last_, 1, found_);
         add(minus_one, found_, d_with_key_);
       }
       for (int64_t i = 0; i < steps_; ++i) {
@@ -570,12 +570,12 @@ class ForgetTiles {
         multiply(rest_.high, by_column_, 1, found_);
         add(one, found_, from_read_ + i * kBlock);
         if constexpr (kErases) {
-          multiply(erased_, by_column_, found_);
+          multiply(erased_, by_column_, 1, found_);
           add(one, found_, from_found_ + i * kBlock);
         }
         split_left(gradient, gradient_.stride, of_state_, bad);
         turn(of_state_, 2, by_column_);
-        multiply(write_, by_column_, found_);
+        multiply(write_, by_column_, 1, found_);
         add(one, found_, from_write_ + i * kBlock);
         for (int64_t r = 0; r < kProductSide; ++r)
           of_total += dot(state + r * state_.stride, gradient + r * gradient_.stride);
@@ -598,7 +598,7 @@ class ForgetTiles {
       read_block(in_.q.from(i * kProductSide), start_, count, std::min(kProductSide, keys_ - i * kProductSide), error_);
       for (int64_t t = 0; t < count; ++t)
         d_so_far[t] += dot(error_ + t * kProductSide, from_read_ + i * kBlock + t * kProductSide);
-      multiply(left_, key_by_dim_ + 2 * i, found_);
+      multiply(left_, key_by_dim_ + 2 * i, 1, found_);
       add(so_far_, from_read_ + i * kBlock, found_);
       write_block(to.q, i, count, bad);
     }

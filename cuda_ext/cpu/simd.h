@@ -20,13 +20,14 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-// Tokens that share one pass over the state. A pass keeps up to three vectors per token and column group in registers:
-// 32 registers hold four tokens, 16 hold two.
+// Whether there are 32 registers for vectors, or 16.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kTokens = 4;
+constexpr bool kManyRegisters = true;
 #else
-constexpr int kTokens = 2;
+constexpr bool kManyRegisters = false;
 #endif
+// Tokens that share one pass over the state, which keeps up to three vectors per token and column group in registers.
+constexpr int kPassTokens = kManyRegisters ? 4 : 2;
 
 FWP_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

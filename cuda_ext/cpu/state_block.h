@@ -272,7 +272,7 @@ FWP_INLINE void with_block(int64_t rows, int64_t columns, Matrix<const A> initia
 }
 
 // Call scan.run<T>(first token, is this the last group) for all groups of T = kGroup tokens; the last may be smaller.
-template <int kGroup = kTokens, typename Scan>
+template <int kGroup = kPassTokens, typename Scan>
 FWP_INLINE void for_like_groups(int64_t length, Scan& scan) {
   int64_t t = 0;
   for (; t + kGroup <= length; t += kGroup) scan.template run<kGroup>(t, t + kGroup == length);

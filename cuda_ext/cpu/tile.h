@@ -11,7 +11,7 @@ namespace fwp {
 
 // A tile is 4 x 4 vectors of sums (4 x 2 with 16 registers), which leaves registers for the operands.
 constexpr int kTileRows = 4;
-constexpr int kTileVectors = kTokens;
+constexpr int kTileVectors = kPassTokens;
 
 // product[t][s] = x_t . y_s for kTileRows t and kTileVectors s.
 template <typename A>
@@ -141,7 +141,7 @@ __attribute__((noinline)) void multiply_rows(Tokens<const A> x, Tokens<A> y, int
 }
 
 // Rows of a product of `vectors` vectors that are summed up together, in half of the registers.
-constexpr int rows_of_product(int vectors) { return 4 * kTokens / vectors; }
+constexpr int rows_of_product(int vectors) { return 4 * kPassTokens / vectors; }
 
 // product[t] = the sum over i < n of x[t][i] y_i, for tiles of R rows from t on and NV vectors of columns, with partial
 // sums like those of RowSums. Returns the first row that is left. Not inlined: in a larger function, GCC 12 kept y_i in

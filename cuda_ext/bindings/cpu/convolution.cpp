@@ -63,14 +63,14 @@ Tokens<A> sequence_of(A* data, const Tensor& x, int64_t b, int64_t channel) {
 Tensor causal_conv1d(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& sequence) {
   check(x, weight, bias, sequence);
   const Tensor out = at::empty(x.sizes(), x.options());
-  FWP_DISPATCH(x.element_size(), {
+  with_number(x.element_size(), [&]<typename A>(A) {
     const A* start = bias ? bias->const_data_ptr<A>() : nullptr;
     A* rows = out.mutable_data_ptr<A>();
     for_token_blocks<A>(x, weight, sequence, [&](int64_t, int64_t b, int64_t first, int64_t end, int64_t c,
                                                  const auto& convolution) {
       convolution.forward(first, end, start ? start + c : nullptr, sequence_of(rows, x, b, c));
     });
-  })
+  });
   return out;
 }
 
@@ -82,7 +82,7 @@ std::tuple<Tensor, Tensor> causal_conv1d_backward(const Tensor& x, const Tensor&
   const int64_t W = weight.size(0), D = x.size(2), blocks = x.size(0) * blocks_of(x.size(1), kTokensOfBlock);
   const Tensor d_x = at::empty(x.sizes(), x.options()), parts = at::zeros({blocks, W * D}, x.options());
   Tensor d_weight;
-  FWP_DISPATCH(x.element_size(), {
+  with_number(x.element_size(), [&]<typename A>(A) {
     A *rows = d_x.mutable_data_ptr<A>(), *sums = parts.mutable_data_ptr<A>();
     const A* d_rows = d_out.const_data_ptr<A>();
     for_token_blocks<A>(x, weight, sequence, [&](int64_t block, int64_t b, int64_t first, int64_t end, int64_t c,
@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor> causal_conv1d_backward(const Tensor& x, const Tensor&
                            {sums + block * W * D + c, D});
     });
     d_weight = sum_rows<A>(parts).view({W, D});
-  })
+  });
   return {d_x, d_weight};
 }
 

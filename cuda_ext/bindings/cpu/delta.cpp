@@ -11,28 +11,28 @@ namespace {
 
 // The tokens in quadratic form, which start without a state.
 void forward_start(const Forward& pass) {
-  FWP_DISPATCH(pass.item, {
+  with_number(pass.item, [&]<typename A>(A) {
     const Heads<const A> q(pass.in.q), k(pass.in.k), v(pass.in.v), rate(pass.in.rate);
     const Heads<A> out(pass.out), error(pass.retrieved), final(pass.final);
     for_short_heads<DeltaShort<A>>(pass.size, [&](int64_t h, DeltaShort<A>& rule) {
       rule.forward(q.tokens(h), k.tokens(h), v.tokens(h), rate.rates(h), out.tokens(h), error.tokens(h), final.tokens(h));
     });
-  })
+  });
 }
 
 // Write the state after these tokens to `state`.
 void rebuild_state(const Backward& pass, const View& state) {
-  FWP_DISPATCH(pass.item, {
+  with_number(pass.item, [&]<typename A>(A) {
     const Heads<const A> k(pass.in.k), rate(pass.in.rate), error(pass.retrieved);
     const Heads<A> after(state);
     for_short_heads<DeltaShort<A>>(pass.size, [&](int64_t h, DeltaShort<A>& rule) {
       rule.rebuild_state(k.tokens(h), rate.rates(h), error.tokens(h), after.tokens(h));
     });
-  })
+  });
 }
 
 void backward_start(const Backward& pass) {
-  FWP_DISPATCH(pass.item, {
+  with_number(pass.item, [&]<typename A>(A) {
     const Heads<const A> q(pass.in.q), k(pass.in.k), rate(pass.in.rate), error(pass.retrieved);
     const Heads<const A> d_out(pass.d_out), d_final(pass.d_final);
     const Heads<A> d_q(pass.to.q), d_k(pass.to.k), d_v(pass.to.v), d_rate(pass.to.rate);
@@ -42,13 +42,13 @@ void backward_start(const Backward& pass) {
       rule.backward(q.tokens(h), k.tokens(h), rate.rates(h), error.tokens(h), d_out.tokens(h), d_final.tokens(h),
                     d_q.tokens(h), d_k.tokens(h), d_v.tokens(h), sums);
     });
-  })
+  });
 }
 
 // `final` may be the same tensor as `initial`.
 void forward_scan(const Forward& pass) {
   const Lengths& size = pass.size;
-  FWP_DISPATCH(pass.item, {
+  with_number(pass.item, [&]<typename A>(A) {
     const Heads<const A> q(pass.in.q), k(pass.in.k), v(pass.in.v), rate(pass.in.rate), initial(pass.initial);
     const Heads<A> out(pass.out), final(pass.final), error(pass.retrieved);
     for_blocks<A>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
@@ -75,14 +75,14 @@ void forward_scan(const Forward& pass) {
         }
       });
     });
-  })
+  });
 }
 
 // An undefined `d_initial` means that the gradient of the initial state is not computed.
 void backward_scan(const Backward& pass) {
   const Lengths& size = pass.size;
   const int64_t L = size.L;
-  FWP_DISPATCH(pass.item, {
+  with_number(pass.item, [&]<typename A>(A) {
     // The width of a block decides the order in which d_k is summed. So it must not depend on the number of threads.
     const int64_t vectors = block_vectors<A>(size.Dk, size.Dv, 4), width = vectors * kLanes<A>;
     const SharedHeads shared(size, size.Dv, width);
@@ -142,7 +142,7 @@ void backward_scan(const Backward& pass) {
         for_like_groups<scan.kGroup>(L, scan);
       });
     });
-  })
+  });
 }
 
 // Number of tokens in quadratic form: see short_tokens.

@@ -52,7 +52,7 @@ Tokens<A> kept_states(const Heads<A>& kept, const Lengths& size, int64_t h, int6
 // Columns of a block in the backward pass: two vectors if there are enough registers.
 inline int64_t backward_width(const Lengths& size, int64_t item) {
   const int64_t lanes = kVectorBytes / item;
-  return kTokens == 4 && size.Dk > lanes ? 2 * lanes : lanes;
+  return kManyRegisters && size.Dk > lanes ? 2 * lanes : lanes;
 }
 
 // The forward scan. `kept` receives the state after each whole chunk.
@@ -62,9 +62,9 @@ void forget_scan(const Forward& pass) {
   using K = Kind<fades, erases>;
   // Each block reads all keys, queries and key decays. Wider blocks halve these reads, which outweighs passes of only
   // two tokens.
-  constexpr bool wide = kTokens == 4 && !K::retrieves;
-  FWP_DISPATCH(pass.item, {
-    const InputHeads<A> of(pass.in);
+  constexpr bool wide = kManyRegisters && !K::retrieves;
+  with_number(pass.item, [&]<typename A>(A) {
+    const InputHeads<A> inputs(pass.in);
     const Heads<const A> initial(pass.initial);
     const Heads<A> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
     const auto run_block = [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
@@ -72,12 +72,12 @@ void forget_scan(const Forward& pass) {
       StateBlock<A, NV> block(size.Dk, n, initial.matrix(h, j), final.matrix(h, j), work);
       if constexpr (NV == 1 && !K::retrieves) {
         if (is_square<A>(size)) {
-          ForgetForwardSquare<A, fades>{block, size.L, of.at(h, 0, j), out.tokens(h), kept.tokens(h).data}.run();
+          ForgetForwardSquare<A, fades>{block, size.L, inputs.at(h, 0, j), out.tokens(h), kept.tokens(h).data}.run();
           return block.finish();
         }
       }
       ForgetForward<A, NV, K> scan{block,
-                                   of.at(h, 0, j),
+                                   inputs.at(h, 0, j),
                                    out.tokens(h).from(j),
                                    retrieved.tokens(h).from(j),
                                    kept_states(kept, size, h, j),
@@ -92,7 +92,7 @@ void forget_scan(const Forward& pass) {
       for_blocks<A, 4>(size, size.Dk, size.Dv, run_block);
     else
       for_blocks<A>(size, size.Dk, size.Dv, run_block);
-  })
+  });
 }
 
 // The reverse scan, over blocks of key columns. `d_retrieved` is d_v or d_removed of a rule that retrieves.
@@ -115,8 +115,8 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
     to.value_decay = select(sums.value_decay), to.head_decay = select(sums.head_decay), to.rate = select(sums.rate);
     return to;
   };
-  FWP_DISPATCH(pass.item, {
-    const InputHeads<A> of(pass.in);
+  with_number(pass.item, [&]<typename A>(A) {
+    const InputHeads<A> inputs(pass.in);
     const Heads<const A> initial(pass.initial), d_final(pass.d_final), kept(pass.kept), d_out(pass.d_out);
     const Heads<const A> retrieved(pass.retrieved), d_retrieved_(d_retrieved);
     const Heads<A> d_initial(pass.d_initial);
@@ -126,7 +126,7 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
       if constexpr (NV == 1 && !K::retrieves) {
         if (is_square<A>(size)) {
           return ForgetBackwardSquare<A, fades>{size.L,
-                                                of.at(h, 0, 0),
+                                                inputs.at(h, 0, 0),
                                                 d_out.tokens(h),
                                                 to,
                                                 initial.matrix(h, 0, true),
@@ -140,7 +140,7 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
       ForgetBackward<A, NV, K>{size.L,
                                size.Dv,
                                std::min(width, size.Dk - i),
-                               of.at(h, i, 0),
+                               inputs.at(h, i, 0),
                                d_out.tokens(h),
                                retrieved.tokens(h),
                                d_retrieved_.tokens(h),
@@ -158,7 +158,7 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
                                           ForgetBackwardSquare<A, fades>::scratch());
     shared.for_blocks<A>(size.L * size.Dk * size.Dv, scratch_size,
                          [&](int64_t h, int64_t part, int64_t block, bool add, A* work) {
-      with_vectors<kTokens / 2>(width / kLanes<A>, [&](auto vectors) {
+      with_vectors<kPassTokens / 2>(width / kLanes<A>, [&](auto vectors) {
         run_block(h, part, block * width, add, vectors, work);
       });
     });
@@ -166,7 +166,7 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
     shared.add_parts<A>(pass.to.value_decay, sums.value_decay);
     shared.add_parts<A>(pass.to.head_decay, sums.head_decay);
     shared.add_parts<A>(pass.to.rate, sums.rate);
-  })
+  });
 }
 
 // In reverse over blocks of value columns: the gradients of written or removed values, and of the rates.
@@ -174,11 +174,11 @@ template <Fades fades, Erases erases>
 void retrieved_backward(const Backward& pass, const View& d_retrieved) {
   const Lengths& size = pass.size;
   const int64_t L = size.L;
-  FWP_DISPATCH(pass.item, {
+  with_number(pass.item, [&]<typename A>(A) {
     const int64_t vectors = block_vectors<A>(size.Dk, size.Dv, 2), width = vectors * kLanes<A>;
     const SharedHeads shared(size, size.Dv, width);
     const View d_rate_parts = shared.in_parts(pass.to.rate);
-    const InputHeads<A> of(pass.in);
+    const InputHeads<A> inputs(pass.in);
     const Heads<const A> d_out(pass.d_out), d_final(pass.d_final), retrieved(pass.retrieved);
     const Heads<A> to(d_retrieved);
     shared.for_blocks<A>(L * size.Dk * size.Dv, size.Dk * (width + 1),
@@ -190,7 +190,7 @@ void retrieved_backward(const Backward& pass, const View& d_retrieved) {
         StateBlock<A, NV> block(size.Dk, std::min(width, size.Dv - j), d_final.matrix(h, j), {nullptr, 0, 0}, work);
         RetrieveBackward<A, NV, Kind<fades, erases>>{block,
                                                      L,
-                                                     of.at(h, 0, j).reversed(L),
+                                                     inputs.at(h, 0, j).reversed(L),
                                                      d_out.tokens(h).from(j).reversed(L),
                                                      retrieved.tokens(h).from(j).reversed(L),
                                                      to.tokens(h).from(j).reversed(L),
@@ -201,14 +201,14 @@ void retrieved_backward(const Backward& pass, const View& d_retrieved) {
       });
     });
     shared.add_parts<A>(pass.to.rate, d_rate_parts);
-  })
+  });
 }
 
 // The errors times the rates: the written values, identical to the last bit.
 inline View written_values(const Backward& pass) {
   const Lengths& size = pass.size;
   const View written = empty(size.values(), pass.item);
-  FWP_DISPATCH(pass.item, {
+  with_number(pass.item, [&]<typename A>(A) {
     const Heads<const A> error(pass.retrieved), rate(pass.in.rate);
     const Heads<A> to(written);
     for_tokens(size.B * size.H * size.L, size.Dv, [&](int64_t token) {
@@ -217,7 +217,7 @@ inline View written_values(const Backward& pass) {
       A *row = to.tokens(h)[t], factor = rate.rates(h)[t];
       for (int64_t j = 0; j < size.Dv; ++j) row[j] = from[j] * factor;
     });
-  })
+  });
   return written;
 }
 
@@ -271,42 +271,42 @@ void run_chunks(const Pass& pass, F run) {
 
 template <Fades fades, Erases erases>
 void chunk_forward(const Forward& pass) {
-  FWP_DISPATCH(pass.item, {
-    const ForgetHeads<const A, ForgetTokens<A, Stored<A>>> of(pass.in);
+  with_number(pass.item, [&]<typename A>(A) {
+    const ForgetHeads<const A, ForgetTokens<A, Stored<A>>> inputs(pass.in);
     const Heads<const A> initial(pass.initial);
     const Heads<A> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
     const auto run = [&]<typename Chunk>(std::type_identity<Chunk>, const auto&... unit) {
       for_chunk_heads<Chunk>(pass.size, true, [&](int64_t h, int64_t j, auto& chunk) {
-        chunk.forward(unit..., pass.size.L, of.at(h, 0, j), initial.matrix(h, j), out.stored(h).from(j),
+        chunk.forward(unit..., pass.size.L, inputs.at(h, 0, j), initial.matrix(h, j), out.stored(h).from(j),
                       retrieved.stored(h).from(j), kept_states(kept, pass.size, h, j), final.matrix(h, j));
       });
     };
     run_chunks<A, fades, erases>(pass, run);
-  })
+  });
 }
 
 template <Fades fades, Erases erases>
 void chunk_backward(const Backward& pass) {
-  FWP_DISPATCH(pass.item, {
-    const ForgetHeads<const A, ForgetTokens<A, Stored<A>>> of(pass.in);
+  with_number(pass.item, [&]<typename A>(A) {
+    const ForgetHeads<const A, ForgetTokens<A, Stored<A>>> inputs(pass.in);
     const ForgetHeads<A, ForgetGradients<A, Stored<A>>> to(pass.to);
     const Heads<const A> initial(pass.initial), d_final(pass.d_final), retrieved(pass.retrieved), kept(pass.kept);
     const Heads<const A> d_out(pass.d_out);
     const Heads<A> d_initial(pass.d_initial);
     const auto run = [&]<typename Chunk>(std::type_identity<Chunk>, const auto&... unit) {
       for_chunk_heads<Chunk>(pass.size, false, [&](int64_t h, int64_t, auto& chunk) {
-        chunk.backward(unit..., pass.size.L, of.at(h, 0, 0), initial.matrix(h, 0), retrieved.tokens(h),
+        chunk.backward(unit..., pass.size.L, inputs.at(h, 0, 0), initial.matrix(h, 0), retrieved.tokens(h),
                        kept_states(kept, pass.size, h), d_out.stored(h), d_final.matrix(h, 0), to.at(h, 0, 0),
                        d_initial.matrix(h, 0));
       });
     };
     run_chunks<A, fades, erases>(pass, run);
-  })
+  });
 }
 
 template <Rule rule>
 void forward(const Forward& pass) {
-  if (in_chunks(pass.size))
+  if (is_large(pass.size))
     chunk_forward<fades_of(rule), erases_of(rule)>(pass);
   else
     forget_scan<fades_of(rule), erases_of(rule)>(pass);
@@ -316,7 +316,7 @@ template <Rule rule>
 void backward(const Backward& pass) {
   constexpr Fades fades = fades_of(rule);
   constexpr Erases erases = erases_of(rule);
-  if (in_chunks(pass.size))
+  if (is_large(pass.size))
     chunk_backward<fades, erases>(pass);
   else if constexpr (erases == Erases::kNothing)
     forget_scan_backward<fades, erases>(pass);

@@ -68,17 +68,17 @@ struct Device {
                  view(x.retrieved), view(x.kept)};
     Rule rule = x.rule;
     Tensor one;
-    if (pass.in.q.item != pass.item && in_chunks(x.size) && fades_of(rule) == Fades::kNothing) {
+    if (pass.in.q.item != pass.item && is_large(x.size) && fades_of(rule) == Fades::kNothing) {
       // With decays of one, sum and delta have chunks: without, copies.
       rule = rule == Rule::sum ? Rule::gated : Rule::gated_delta;
       one = at::ones({}, x.last.options()).expand(x.size.rates());
       pass.in.head_decay = view(one);
     }
     const auto run = [&](const Forward& part) {
-      run_part(rule, part, [&](Forward part) {
-        if (erases_of(rule) != Erases::kNothing && !part.retrieved.defined() && !in_chunks(rule, part.size))
-          part.retrieved = empty(part.size.values(), part.item);
-        with_rule(rule, [&](auto rule) { forward<rule()>(part); });
+      run_part(rule, part, [&](Forward taken) {
+        if (erases_of(rule) != Erases::kNothing && !taken.retrieved.defined() && !in_chunks(rule, taken.size))
+          taken.retrieved = empty(taken.size.values(), taken.item);
+        with_rule(rule, [&](auto constant) { forward<constant()>(taken); });
       });
     };
     if (!x.first.defined() || x.size.L == 0) return run(pass);
@@ -94,7 +94,9 @@ struct Device {
     const Backward pass{x.size, int64_t(c10::elementSize(x.state_type)), views(x.in, x.size), view(x.state),
                         view(x.retrieved), view(x.kept), view(d_out), view(d_state), x.to.map(view), view(x.d_initial)};
     const auto run = [&](const Backward& part) {
-      run_part(x.rule, part, [&](const Backward& part) { with_rule(x.rule, [&](auto rule) { backward<rule()>(part); }); });
+      run_part(x.rule, part, [&](const Backward& taken) {
+        with_rule(x.rule, [&](auto constant) { backward<constant()>(taken); });
+      });
     };
     if (!x.first.defined() || x.size.L == 0) return run(pass);
     if (x.d_initial.defined()) x.d_initial.zero_();

@@ -5,13 +5,12 @@
 
 namespace fwp::cpu {
 
-// Whether rules that forget process tokens in chunks: with fewer keys or values, the recurrent form is faster. It depends
-// only on the sizes of a head.
-inline bool in_chunks(const Lengths& size) { return std::min(size.Dk, size.Dv) >= 48; }
+// Whether a head is large enough for chunks: with fewer keys or values, the recurrent form is faster.
+inline bool is_large(const Lengths& size) { return std::min(size.Dk, size.Dv) >= 48; }
 
-// Kernels in chunks take vectors in bfloat16, and need no memory for what they retrieve.
+// Whether a rule processes tokens in chunks. Such kernels take vectors in bfloat16, and need no memory for what they retrieve.
 inline bool in_chunks(Rule rule, const Lengths& size) {
-  return rule != Rule::sum && rule != Rule::delta && in_chunks(size);
+  return rule != Rule::sum && rule != Rule::delta && is_large(size);
 }
 
 // Inputs and results of a forward pass. `initial` may be undefined, and what a backward pass needs: `retrieved` in chunks, `kept`.

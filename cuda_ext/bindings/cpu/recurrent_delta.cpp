@@ -76,7 +76,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> recurrent_delta(const Tensor& x, cons
   const Tensor out = at::empty({n.B, n.L, n.H, n.d}, x.options()), last = memory.clone(), fed_back = output.clone();
   const Tensor saved = at::empty(keeps ? x.sizes() : at::IntArrayRef{0}, x.options());
   const Tensor kept = at::empty({keeps ? n.B * n.H * n.chunks : 0, n.d, n.d}, x.options());
-  FWP_DISPATCH(x.element_size(), {
+  with_number(x.element_size(), [&]<typename A>(A) {
     A *const outs = out.mutable_data_ptr<A>(), *const states = last.mutable_data_ptr<A>();
     A *const feedback = fed_back.mutable_data_ptr<A>(), *const of_tokens = keeps ? saved.mutable_data_ptr<A>() : nullptr;
     A* const of_chunks = keeps ? kept.mutable_data_ptr<A>() : nullptr;
@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> recurrent_delta(const Tensor& x, cons
                    feedback + head * n.d, n.tokens(outs, b, h, n.d), n.tokens(of_tokens, b, h, n.gates),
                    of_chunks ? of_chunks + head * n.chunks * n.d * n.d : nullptr);
     });
-  })
+  });
   return {out, last, saved, kept};
 }
 
@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> recurrent_delta_backward(const Option
   check(saved, d_out, "d_out", out.sizes());
   check(saved, kept, "kept", {n.B * n.H * n.chunks, n.d, n.d});
   const Tensor d_x = at::empty_like(saved), d_z = at::empty_like(out), d_memory = d_last.clone(), d_output = at::empty_like(output);
-  FWP_DISPATCH(saved.element_size(), {
+  with_number(saved.element_size(), [&]<typename A>(A) {
     A *const d_tokens = d_x.mutable_data_ptr<A>(), *const d_added = d_z.mutable_data_ptr<A>();
     A *const d_states = d_memory.mutable_data_ptr<A>(), *const d_feedback = d_output.mutable_data_ptr<A>();
     n.for_heads<A>(weights, [&](int64_t b, int64_t h, RecurrentDelta<A>& rule) {
@@ -117,7 +117,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> recurrent_delta_backward(const Option
                     n.tokens(d_tokens, b, h, n.gates), n.tokens(d_added, b, h, n.d), d_states + head * matrix,
                     d_feedback + head * n.d);
     });
-  })
+  });
   return {d_x, d_z, d_memory, d_output};
 }
 

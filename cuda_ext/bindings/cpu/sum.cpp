@@ -34,19 +34,20 @@ void scan(const Lengths& size, const View& q, const View& k, const View& v, cons
 template <>
 void forward<Rule::sum>(const Forward& pass) {
   const TokenViews& in = pass.in;
-  FWP_DISPATCH(pass.item,
-               scan<A>(pass.size, in.q, in.k, in.v, pass.initial, false, false, pass.out, pass.final);)
+  with_number(pass.item, [&]<typename A>(A) {
+    scan<A>(pass.size, in.q, in.k, in.v, pass.initial, false, false, pass.out, pass.final);
+  });
 }
 
 template <>
 void backward<Rule::sum>(const Backward& pass) {
   const TokenViews &in = pass.in, &to = pass.to;
   const View none;
-  FWP_DISPATCH(pass.item, {
+  with_number(pass.item, [&]<typename A>(A) {
     scan<A>(pass.size, pass.d_out, in.v, in.k, pass.initial, true, false, to.q, none);
     scan<A>(pass.size, in.v, pass.d_out, in.q, pass.d_final, true, true, to.k, none);
     scan<A>(pass.size, in.k, in.q, pass.d_out, pass.d_final, false, true, to.v, pass.d_initial);
-  })
+  });
 }
 
 }  // namespace fwp::cpu

@@ -84,7 +84,7 @@ void with_vectors(int64_t vectors, F f) {
 }
 
 // Call f(head, first column, number of columns, vectors per row, scratch) for blocks that cover `columns` of every
-// head. The scratch holds a block and kTokens columns of it. Blocks are narrower if that gives every thread one.
+// head. The scratch holds a block and kPassTokens columns of it. Blocks are narrower if that gives every thread one.
 template <typename A, int widest, typename F>
 void for_blocks(const Lengths& size, int64_t rows, int64_t columns, F f) {
   const int64_t heads = size.B * size.H;
@@ -94,7 +94,7 @@ void for_blocks(const Lengths& size, int64_t rows, int64_t columns, F f) {
   // Starting a thread takes some microseconds: as long as 2^18 updates of a state element, a few of them in a vector.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
   at::parallel_for(0, heads * blocks, grain, [&](int64_t begin, int64_t end) {
-    const auto work = scratch<A>(rows * (width + kTokens));
+    const auto work = scratch<A>(rows * (width + kPassTokens));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / blocks, column = item % blocks * width, n = std::min(width, columns - column);
       with_vectors<widest>(vectors, [&](auto vectors) { f(head, column, n, vectors, work.get()); });
@@ -198,13 +198,10 @@ bool is_square(const Lengths& size) {
   return size.Dk == kLanes<A> && size.Dv == kLanes<A>;
 }
 
-#define FWP_DISPATCH(item, ...)     \
-  if (item == sizeof(double)) {     \
-    using A = double;               \
-    __VA_ARGS__                     \
-  } else {                          \
-    using A = float;                \
-    __VA_ARGS__                     \
-  }
+// Call f with a zero of the type of the computation, whose numbers have `item` bytes.
+template <typename F>
+void with_number(int64_t item, F f) {
+  item == sizeof(double) ? f(double()) : f(float());
+}
 
 }  // namespace fwp::cpu
