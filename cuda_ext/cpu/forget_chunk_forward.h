@@ -59,7 +59,7 @@ class ForgetChunkForward : public ForgetChunk<A, fades, erases> {
  private:
   template <Fades, Erases>
   friend class ForgetTiles;
-  using typename Base::Pass, typename Base::Rows, typename Base::Writer;
+  using typename Base::Pass, typename Base::Writer;
   using Base::kPanel, Base::kRetrieves, Base::kRemoves, Base::kByHead, Base::kValuesFade, Base::kWriters;
   using Base::count_, Base::keys_, Base::next_, Base::own_error_, Base::own_fade_, Base::own_query_, Base::own_reader_,
       Base::own_value_, Base::own_value_fade_, Base::query_, Base::read_, Base::rows_, Base::seen_query_, Base::seen_reader_,

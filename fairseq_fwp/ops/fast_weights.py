@@ -119,14 +119,14 @@ def case_of(terms: Terms, gates: Mapping[str, tuple[Shape, ...]]) -> Callable[..
     # Gates that the operator takes in more shapes than the rule does.
     narrow = [(order.index(g), len(gates[g][0])) for term, g in gate_of.items() if len(gates[g]) < len(OPTIONAL[term])]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *given: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
+    def compute(q: Tensor, k: Tensor, v: Tensor, *given: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
         for place, dimensions in narrow:
             if given[place].dim() != dimensions:
                 raise ValueError(f"{order[place]} must have {dimensions} dimensions, got {given[place].dim()}")
         named = {term: given[place] for term, place in places.items()}
         return fast_weights(q, k, v, **named, state=state, first=first, erases=erases)
 
-    return run
+    return compute
 
 
 def reference_of(inputs: Inputs) -> Callable[..., Results]:

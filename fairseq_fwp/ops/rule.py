@@ -324,7 +324,7 @@ def make_operator(rule: Rule) -> Callable[..., Results]:
     torch.library.register_autograd(op, differentiate, setup_context=setup_context)
     refuse_double_backward(op_backward)
 
-    def run(*tokens: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
+    def run_operator(*tokens: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
         return op(*tokens, state, first)[:2]
 
-    return run
+    return run_operator

@@ -50,7 +50,7 @@ class CarriedState:
             yield sample
             return
         device = sample["net_input"]["src_tokens"].device
-        net_input = {**sample["net_input"], "state": self._find(segment["segment"], device).of_rows(segment, device)}
+        net_input = {**sample["net_input"], "state": self._go_to(segment["segment"], device).of_rows(segment, device)}
         # A hook, because criteria only read the first value that a model returns.
         states: list[State] = []
 
@@ -80,8 +80,8 @@ class CarriedState:
         """Record an update of the parameters; call it after each update."""
         self._updated = True
 
-    def _find(self, segment: int, device: torch.device) -> Carried:
-        """Return what was carried to a segment: what was left there, or at the last update if this one is repeated."""
+    def _go_to(self, segment: int, device: torch.device) -> Carried:
+        """Go to a segment, and return what was left there, or at the last update if this one is repeated."""
         if self._saved is not None:
             buffer, self._saved = io.BytesIO(self._saved.numpy().tobytes()), None
             self._now = self._at_update = Carried(*torch.load(buffer, map_location=device, weights_only=True))

@@ -3,7 +3,6 @@
 A recipe's run.sh gives the kind and its settings, then its user's arguments, which override them.
 """
 
-import importlib
 import os
 import signal
 import sys
@@ -12,17 +11,23 @@ from pathlib import Path
 # This checkout's package, even if that of another folder is installed.
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
+import conversion
+import fast_weight_layers
+import grids
+import language_models
+import recurrent
+import translation
 from commands import RecipeError
 
-# Kind of recipe: its module, and the function there that puts it together.
+# Kind of recipe: the function that puts it together.
 KINDS = {
-    "language-model": ("language_models", "compose"),
-    "fast-weight-layer": ("fast_weight_layers", "compose"),
-    "conversion": ("conversion", "compose"),
-    "recurrent": ("recurrent", "compose"),
-    "translation": ("translation", "compose"),
-    "retrieval": ("grids", "retrieval"),
-    "problems": ("grids", "problems"),
+    "language-model": language_models.compose,
+    "fast-weight-layer": fast_weight_layers.compose,
+    "conversion": conversion.compose,
+    "recurrent": recurrent.compose,
+    "translation": translation.compose,
+    "retrieval": grids.retrieval,
+    "problems": grids.problems,
 }
 
 
@@ -33,8 +38,7 @@ def main(arguments: list[str]) -> None:
         sys.exit("run.sh: standard output must be open, got a closed one: give a file, or /dev/null.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        module, compose = KINDS[arguments[0]]
-        getattr(importlib.import_module(module), compose)(arguments[1:]).run()
+        KINDS[arguments[0]](arguments[1:]).run()
         sys.stdout.flush()  # here, where an error has its sentence
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more at its end
