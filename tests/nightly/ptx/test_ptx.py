@@ -73,7 +73,10 @@ def test_scans(interpreter, rule, dtype):
 
 
 def instructions_of_chunks(interpreter, rule, size):
-    """Return the PTX instructions of a warp for a chunk, by kernel, where one block has all columns of a head."""
+    """Return the PTX instructions of a warp for a chunk, by kernel, where one block has all columns of a head.
+
+    Those of `ChunkForward` without decays include its second run, which rebuilds the states for the backward pass.
+    """
     totals = []
     for chunks in (4, 8):
         given, erases = make_case(rule, (1, 1, 32 * chunks, size, size), torch.bfloat16)
