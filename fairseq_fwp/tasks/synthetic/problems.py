@@ -65,9 +65,6 @@ def draw_length(generator: Generator, setting: Setting, multiple: int = 1) -> in
             return length
 
 
-# State.
-
-
 def parity(generator: Generator, setting: Setting) -> Sequence:
     """Draw bits; an answer says whether the number of ones so far is odd."""
     bits = generator.integers(2, size=draw_length(generator, setting))
@@ -114,9 +111,6 @@ def products(name: str, generator: Generator, setting: Setting) -> Sequence:
     return symbols, answers
 
 
-# Recall.
-
-
 def mqar(generator: Generator, setting: Setting) -> Sequence:
     """Draw pairs of a key and a value with different keys, then random keys of them, which ask for their values.
 
@@ -129,8 +123,6 @@ def mqar(generator: Generator, setting: Setting) -> Sequence:
     sequence = np.concatenate([np.stack([keys, values], axis=1).ravel(), keys[queries]])
     return sequence, np.concatenate([np.full(2 * pairs, NOT_ASKED), values[queries]])
 
-
-# Nested operators.
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {"[MIN": min, "[MAX": max, "[FIRST": itemgetter(0)}
 LISTOPS = (*"0123456789", *OPERATORS, "]")
@@ -172,8 +164,6 @@ def listops(generator: Generator, setting: Setting) -> Sequence:
     symbols, value = expression(generator, setting.length)
     return np.array(symbols), np.array([NOT_ASKED] * (len(symbols) - 1) + [value])
 
-
-# Programs.
 
 VARIABLES = "xyzab"
 CODE = (*VARIABLES, *"0123456789", "=", "++", "--", "print", "if", "<", ">", ":", ";")

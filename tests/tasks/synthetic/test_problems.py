@@ -3,6 +3,7 @@
 import math
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,17 +12,8 @@ from fairseq import metrics
 from support.pairwise import looped
 
 from fairseq_fwp.tasks.synthetic.model import AnswersCriterion
-from fairseq_fwp.tasks.synthetic.problems import (
-    CODE,
-    HIGHEST,
-    LISTOPS,
-    LOWEST,
-    NOT_ASKED,
-    NOTHING,
-    PROBLEMS,
-    Setting,
-    expression,
-)
+from fairseq_fwp.tasks.synthetic.problems import CODE, HIGHEST, LISTOPS, LOWEST, NOT_ASKED, NOTHING, PROBLEMS, Setting
+from fairseq_fwp.tasks.synthetic.problems import expression as draw_expression
 
 
 def draws(problem, count, **setting):
@@ -61,7 +53,7 @@ def test_expressions_are_distributed_as_whole_ones_of_the_right_depth():
         return 2 + sum(size for size, _ in parts), 1 + max(depth for _, depth in parts)
 
     wanted = [size for size, depth in (whole(1) for _ in range(4000)) if depth == 3]
-    found = [len(expression(generator, 3)[0]) for _ in range(len(wanted))]
+    found = [len(draw_expression(generator, 3)[0]) for _ in range(len(wanted))]
     error = math.sqrt(np.var(wanted) / len(wanted) + np.var(found) / len(found))
     assert len(wanted) > 300 and abs(np.mean(wanted) - np.mean(found)) < 4 * error
     assert np.std(found) == pytest.approx(np.std(wanted), rel=0.25)
@@ -177,7 +169,8 @@ def test_whole_sequences_are_those_without_a_wrong_answer():
     target[0, 2] = (target[0, 2] + 1) % 7
     target[3, 1:] = (target[3, 1:] + 2) % 7
     target[1, :3] = target[3, 3] = 9  # padding
-    model = Fixed(scores)
+    model = Mock(return_value=scores)
+    model.get_normalized_probs = lambda output, log_probs: output.log_softmax(-1)
     criterion = AnswersCriterion(SimpleNamespace(target_dictionary=SimpleNamespace(pad=lambda: 9)))
     loss, answers, log = criterion(model, {"net_input": {}, "target": target})
     chosen = [-scores[b, t].log_softmax(-1)[target[b, t]] for b, t in (target != 9).nonzero().tolist()]
@@ -187,17 +180,3 @@ def test_whole_sequences_are_those_without_a_wrong_answer():
     shown = logged.get_smoothed_values()
     assert (shown["accuracy"], shown["whole"]) == (75, 50)  # 4 of 16 are wrong, in 2 of 4 sequences
     assert shown["loss"] == pytest.approx(float(sum(chosen)) / 16 / math.log(2), abs=1e-3)
-
-
-class Fixed:
-    """A model with these scores."""
-
-    def __init__(self, scores):
-        self.scores = scores
-
-    def __call__(self):
-        return self.scores
-
-    def get_normalized_probs(self, output, log_probs):
-        assert log_probs
-        return output.log_softmax(-1)
