@@ -128,7 +128,7 @@ def bound(value: Any) -> float | None:
 
 def draw_shares(problems: list[str], shares: dict[str, list[float | None]], path: Path) -> None:
     """Draw the right answers in % of each model on the problems as cells; None: not run."""
-    figure, axes = load_pyplot().subplots(figsize=(2.6 + 1.2 * len(problems), 0.9 + 0.32 * len(shares)))
+    figure, axes = load_pyplot().subplots(figsize=(2.6 + 1.5 * len(problems), 0.9 + 0.32 * len(shares)))
     cells = [[math.nan if share is None else share for share in row] for row in shares.values()]
     axes.imshow(cells, cmap="viridis", vmin=0, vmax=100, aspect="auto")
     for y, row in enumerate(cells):
