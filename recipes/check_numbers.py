@@ -118,7 +118,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "^sentences a second": sentences_a_second,
     },
     "recurrent": {"^of the source": of_likelihood},
-    "sequence_problems": {"; a guess": lambda row: [100 / 2, 100 / 6, 100 / 16]},
+    "sequence_problems": {"; a guess": lambda row: [0, 17, 100 / 60, 100 / 2, 100 / 6, 100 / 16]},
 }
 
 

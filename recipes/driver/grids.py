@@ -17,12 +17,13 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import figures
+import pictures
 from arguments import ROOT, Parser, positive
 from commands import RecipeError, lock
 from engine import Training, has_ended, train_all
 from flags import as_flags, read_yaml, refusal, shaped
 from log import read_training
-from tables import markdown, save
+from tables import markdown, save, show
 
 STAGES = {
     "plan": "print the trainings that are not finished",
@@ -158,35 +159,45 @@ def combinations(entry: Any) -> list[dict[str, str]]:
 
 
 def read_problems(conf: Path, recipe: Path, out: Path) -> Iterator[Training]:
-    """Yield the trainings of models on problems. `chance` of a problem: right answers of a guess, in %."""
+    """Yield the trainings of models on problems.
+
+    chance of a problem: right answers of a guess, in %. measure: "accuracy", of answers, the default; or "whole", of
+    sequences with no wrong one, for which the criterion must be fwp_answers.
+    """
     plan = read_yaml(conf, plain=False)
     with shaped(conf, "conf/quick.yaml"):
         for problem, asked in plan["problems"].items():
             for model, seed in product(asked["models"], plan["seeds"]):
-                name = f"{problem}/" + re.sub(r"[^\w.]+", "_", f"{model}-{seed}")
+                name = "/".join(re.sub(r"[^\w.]+", "_", part) for part in (problem, f"{model}-{seed}"))
                 flags = ALWAYS | plan["common"] | asked["flags"] | plan["models"][model] | {"seed": seed}
                 about = {"problem": problem, "model": model, "seed": seed, "chance": asked["chance"]}
+                about["measure"] = asked.get("measure", "accuracy")
                 yield Training(name, out / name, as_flags(flags), about=about)
 
 
 def report_problems(finished: list[Training], recipe: Path, out: Path) -> None:
-    """Write all evaluations, and a table of the means of the last ones."""
+    """Write all evaluations, and a table and a picture of the means of the last ones."""
     rows, last = [], {}
     for training in finished:
-        asked = training.about
-        curve = read_training(training.folder / "train.log").curve("accuracy")
-        about = {head: asked[head] for head in ("problem", "model", "seed")}
-        rows += [about | {"updates": update, "accuracy": accuracy} for update, accuracy in curve]
-        last.setdefault((asked["problem"], asked["model"]), []).append(curve[-1][1])
-    chances = {training.about["problem"]: training.about["chance"] for training in finished}
+        about = {head: training.about[head] for head in ("problem", "model", "seed")}
+        validations = read_training(training.folder / "train.log").validations
+        for found in validations:
+            shares = {share: found.get(share, "") for share in ("accuracy", "whole")}
+            rows.append(about | {"updates": int(found["num_updates"]), **shares})
+        measured = validations[-1][training.about["measure"]]
+        last.setdefault((about["problem"], about["model"]), []).append(measured)
+    asked = {training.about["problem"]: training.about for training in finished}
+    heads = [problem if about["measure"] == "accuracy" else f"{problem}, whole" for problem, about in asked.items()]
     names = list(dict.fromkeys(training.about["model"] for training in finished))
     rules = [name.partition(",")[0] for name in names]
-    cells = [["a guess", *(f"{chance:.1f}" for chance in chances.values())]]
     # A rule and its options together.
-    for model in sorted(names, key=lambda name: (rules.index(name.partition(",")[0]), name)):
-        found = (last.get((problem, model)) for problem in chances)
-        cells.append([model, *(f"{mean(values):.1f}" if values else "-" for values in found)])
-    save(out, "accuracy", rows, markdown(["model", *chances], cells))
+    names.sort(key=lambda name: (rules.index(name.partition(",")[0]), name))
+    shares = {"a guess": [about["chance"] for about in asked.values()]}
+    for name in names:
+        shares[name] = [mean(last[problem, name]) if (problem, name) in last else None for problem in asked]
+    lines = markdown(["model", *heads], [[name, *(show(share, 1) for share in row)] for name, row in shares.items()])
+    pictures.draw_shares(heads, shares, out / "accuracy.png")
+    save(out, "accuracy", rows, lines, "accuracy.png")
 
 
 retrieval = partial(compose, read_retrieval, figures.write)

@@ -1,4 +1,4 @@
-"""Pictures of language models next to a paper's tables: the rows of a grid, and a carried state by its size."""
+"""Pictures of language models next to a paper's tables: a grid's rows, and a carried state by its size; of problems."""
 
 import math
 from pathlib import Path
@@ -121,3 +121,23 @@ def draw_carried(rows: list[tuple[Row, Row]], path: Path) -> None:
 def bound(value: Any) -> float | None:
     """Return a perplexity of the paper, or the bound of one, "> 260"."""
     return float(value.removeprefix("> ")) if isinstance(value, str) else number(value)
+
+
+# Problems.
+
+
+def draw_shares(problems: list[str], shares: dict[str, list[float | None]], path: Path) -> None:
+    """Draw the right answers in % of each model on the problems as cells; None: not run."""
+    figure, axes = load_pyplot().subplots(figsize=(2.6 + 1.5 * len(problems), 0.9 + 0.32 * len(shares)))
+    cells = [[math.nan if share is None else share for share in row] for row in shares.values()]
+    axes.imshow(cells, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    for y, row in enumerate(cells):
+        for x, share in enumerate(row):
+            if not math.isnan(share):
+                axes.text(x, y, f"{share:.1f}", ha="center", va="center", color="white" if share < 60 else "black")
+    axes.set_xticks(range(len(problems)), problems)
+    axes.set_yticks(range(len(shares)), shares)
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    axes.set_title("right answers in %")
+    save(figure, path)

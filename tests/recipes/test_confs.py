@@ -197,7 +197,7 @@ def test_trainings_of_grids_are_valid_commands(tmp_path, kind, name):
             models = {re.sub(r",(seed|num-keys)=\d+|_\d+$", "", one.name): one for one in kind(words).trainings}
             for model in models.values():
                 args = options.parse_args_and_arch(options.get_training_parser(), model.command[1:])
-                asked = {"problem": model.about["problem"]} if kind is problems else model.about
+                asked = {"problem": model.about["problem"].partition(",")[0]} if kind is problems else model.about
                 for flag in {"arch", "num-keys", "problem"} & asked.keys():
                     assert str(getattr(args, flag.replace("-", "_"))) == asked[flag]
 

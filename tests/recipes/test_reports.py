@@ -188,7 +188,13 @@ def test_every_report_is_the_stored_one(recipe, tmp_path, capsys):
     logs = [made_up.log((100, 0.5), (200, loss), name="loss", more="feature_dim=16\n") for loss in (0.3, 0.01, 0.02)]
     report(retrieval, "points", "", "--conf", str(recipe / "points.yaml"), folder=RETRIEVAL, logs=logs)
     pictures = [path for path in out.rglob("*.png") if path.read_bytes().startswith(b"\x89PNG")]
-    assert sorted(path.name for path in pictures) == ["carried.png", "curves.png", "figure2.png", "grid.png"]
+    assert sorted(path.name for path in pictures) == [
+        "accuracy.png",
+        "carried.png",
+        "curves.png",
+        "figure2.png",
+        "grid.png",
+    ]
     assert found == (made_up.ROOT / "tests/recipes/reports.txt").read_text().splitlines()
 
 

@@ -1,26 +1,18 @@
-"""Generated sequences: pairs of keys and values with queries, and problems of state tracking and recall.
+"""Data sets of generated sequences: pairs of keys and values with queries, and the `problems`.
 
-`Associations` are those of Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1. The other problems distinguish
-update rules: sequences of symbols, with the right answer for some of their tokens. `parity` (Grazzi et al. 2025, arXiv
-2411.12537) and products in a group (Siems et al. 2025, arXiv 2502.10297, Sec. 5) ask for a state at every token.
-`mqar`, multi-query associative recall (Arora et al. 2024, arXiv 2312.04927), asks for values written before.
+`Associations` are those of Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1.
 """
 
-from collections.abc import Callable
-from functools import cache, partial
-from itertools import permutations
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
-import torch
 from fairseq.data import FairseqDataset
 from numpy.random import Generator
 from torch.utils.data import default_collate
 
 from fairseq_fwp.modules.decoding import Sample
-
-NOT_ASKED = -1
-Sequence = tuple[np.ndarray, np.ndarray]  # symbols (L,), and answers (L,) or NOT_ASKED
+from fairseq_fwp.tasks.synthetic.problems import NOT_ASKED, Problem, Setting
 
 
 class GeneratedSequences(FairseqDataset):
@@ -91,113 +83,91 @@ class Associations(GeneratedSequences):
         return {"net_input": stacked, "target": target, "ntokens": target.numel()}
 
 
-class Setting(NamedTuple):
-    """The settings of a sequence: its length, and for mqar its pairs and its numbers of keys and of values."""
-
-    length: int
-    pairs: int
-    symbols: int
-
-
-Problem = Callable[[Generator, Setting], Sequence]
-
-
-def parity(generator: Generator, setting: Setting) -> Sequence:
-    """Draw bits; an answer says whether the number of ones so far is odd."""
-    bits = generator.integers(2, size=setting.length)
-    return bits, bits.cumsum() % 2
-
-
-def _symmetric(n: int) -> list[tuple[int, ...]]:
-    return list(permutations(range(n)))
-
-
-def _alternating(n: int) -> list[tuple[int, ...]]:
-    """The permutations with an even number of pairs in the wrong order."""
-    return [p for p in _symmetric(n) if sum(a > b for i, b in enumerate(p) for a in p[:i]) % 2 == 0]
-
-
-# Groups of permutations by name; the first one of each is the identity. Only those of a5 and s5 are not solvable.
-GROUPS = {
-    "s3": lambda: _symmetric(3),
-    "a4": lambda: _alternating(4),
-    "a5": lambda: _alternating(5),
-    "s5": lambda: _symmetric(5),
-    "z60": lambda: [tuple((i + shift) % 60 for i in range(60)) for shift in range(60)],
-}
-
-
-@cache
-def product_table(name: str) -> np.ndarray:
-    """Return product[a, b] of the permutations of a group; a is applied first."""
-    place = {permutation: index for index, permutation in enumerate(GROUPS[name]())}
-    return np.array([[place[tuple(b[i] for i in a)] for b in place] for a in place])
-
-
-def products(name: str, generator: Generator, setting: Setting) -> Sequence:
-    """Draw elements of a group; an answer is their product so far."""
-    table = product_table(name)
-    symbols = generator.integers(len(table), size=setting.length)
-    answers, product = np.empty_like(symbols), 0
-    for t, symbol in enumerate(symbols):
-        answers[t] = product = table[product, symbol]
-    return symbols, answers
-
-
-def mqar(generator: Generator, setting: Setting) -> Sequence:
-    """Draw pairs of a key and a value with different keys, then random keys of them, which ask for their values.
-
-    Keys are symbols 0 ... n - 1, values n ... 2 n - 1.
-    """
-    length, pairs, symbols = setting
-    keys = generator.permutation(symbols)[:pairs]
-    values = symbols + generator.integers(symbols, size=pairs)
-    queries = generator.integers(pairs, size=length - 2 * pairs)
-    sequence = np.concatenate([np.stack([keys, values], axis=1).ravel(), keys[queries]])
-    return sequence, np.concatenate([np.full(2 * pairs, NOT_ASKED), values[queries]])
-
-
-PROBLEMS: dict[str, Problem] = {"parity": parity, **{name: partial(products, name) for name in GROUPS}, "mqar": mqar}
-
-
-def count_symbols(problem: str, symbols: int) -> int:
-    """Return the number of symbols of a problem; symbols: the keys of mqar."""
-    return len(product_table(problem)) if problem in GROUPS else 2 * symbols if problem == "mqar" else 2
-
-
 class ProblemSequences(GeneratedSequences):
     """Sequences of a problem.
 
-    first, padding: index of the first symbol and of padding in the dictionary; doubling: epochs after which the number
-    of pairs, 2 at first, doubles, up to that of the setting; None: never.
+    first, padding: index of the first symbol and of padding in the dictionary; longest: tokens of a sequence, at most:
+    a longer one is drawn again; doubling: epochs after which the number of pairs, 2 at first, doubles, up to that of
+    the setting; None: never; repeated: all epochs have the same sequences, kept, in batches of about equal lengths.
     """
 
     def __init__(
-        self, problem: Problem, setting: Setting, first: int, padding: int, doubling: int | None, **settings: Any
+        self,
+        problem: Problem,
+        setting: Setting,
+        first: int,
+        padding: int,
+        longest: int,
+        doubling: int | None,
+        repeated: bool,
+        **settings: Any,
     ) -> None:
-        super().__init__(length=setting.length, **settings)
+        super().__init__(length=min(setting.length * problem.tokens, longest), **settings)
         self.problem, self.setting, self.first, self.padding, self.doubling = problem, setting, first, padding, doubling
+        self.longest, self.repeated = longest, repeated
+        self.kept: dict[int, Sample] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, unless all have the same sequences."""
+        super().set_epoch(1 if self.repeated else epoch)
 
     def _setting(self) -> Setting:
         """Return the setting of this epoch; sequences with fewer pairs are shorter."""
-        length, pairs, symbols = self.setting
-        if self.doubling:
-            pairs = min(pairs, 2 ** (1 + (self.epoch - 1) // self.doubling))
-        return Setting(max(2 * pairs + 1, length * pairs // self.setting.pairs), pairs, symbols)
+        setting, most = self.setting, self.setting.pairs
+        if not self.doubling:
+            return setting
+        pairs = min(most, 2 ** (1 + (self.epoch - 1) // self.doubling))
+        return setting._replace(length=max(2 * pairs + 1, setting.length * pairs // most), pairs=pairs)
 
     def __getitem__(self, index: int) -> Sample:
         """Return an id, and symbols and answers (L,) of the dictionary."""
-        symbols, answers = self.problem(self.generator(index), self._setting())
+        if index in self.kept:
+            return self.kept[index]
+        generator, symbols = self.generator(index), np.empty(0)
+        while not 0 < len(symbols) <= self.longest:
+            symbols, answers = self.problem.draw(generator, self._setting())
         target = np.where(answers == NOT_ASKED, self.padding, answers + self.first)
-        return {"id": int(index), "symbols": symbols + self.first, "target": target}
+        sample = {"id": int(index), "symbols": symbols + self.first, "target": target}
+        if self.repeated:
+            self.kept[index] = sample
+        return sample
+
+    def collater(self, samples: list[Sample]) -> Sample:
+        """Return a batch of samples, the shorter ones followed by padding."""
+        longest = max((len(sample["symbols"]) for sample in samples), default=0)
+        padded = [dict(sample) for sample in samples]
+        for sample in padded:
+            for name in ("symbols", "target"):
+                rest = longest - len(sample[name])
+                sample[name] = np.pad(sample[name], (0, rest), constant_values=self.padding)
+        return super().collater(padded)
 
     def batch(self, stacked: Sample) -> Sample:
         symbols = stacked.pop("symbols")
-        lengths = torch.full((len(symbols),), symbols.shape[1])
+        lengths = (symbols != self.padding).sum(1)
         answers = int((stacked["target"] != self.padding).sum())
         return {**stacked, "net_input": {"src_tokens": symbols, "src_lengths": lengths}, "ntokens": answers}
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
-        """Tokens of each sequence."""
-        return np.full(len(self), self.length)
+        """Tokens of each sequence; of those that are not repeated the greatest number."""
+        if not self.repeated:
+            return np.full(len(self), self.length)
+        return np.array([len(self[index]["symbols"]) for index in range(len(self))])
+
+    def num_tokens(self, index: int) -> int:
+        return int(self.sizes[index])
+
+    size = num_tokens
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        """Whether all epochs have the same batches of indices."""
+        return not self.repeated
+
+    def ordered_indices(self) -> np.ndarray:
+        """Return the order in which batches are made; fairseq sets its random numbers, and shuffles the batches."""
+        if not self.repeated:
+            return np.arange(len(self))
+        order = np.random.permutation(len(self))
+        return order[self.sizes[order].argsort(kind="stable")]

@@ -1,4 +1,4 @@
-"""The model `fwp_associative_retrieval`, its architectures, and the criterion `fwp_squared_error`.
+"""The model `fwp_associative_retrieval`, its architectures, and the criterions of all generated problems.
 
 The model writes key-value pairs into a memory, then retrieves the values of keys.
 
@@ -11,6 +11,7 @@ Details missing in the paper are as in its public code (ischlag/fast-weight-tran
 biases of W_K and W_Q, which its equations do not have.
 """
 
+import math
 from argparse import ArgumentParser
 from dataclasses import dataclass
 from typing import Optional, cast
@@ -194,6 +195,38 @@ class SquaredErrorCriterion(FairseqCriterion):
         total = sum(float(log.get("loss", 0)) for log in logging_outputs)
         queries = sum(int(log.get("sample_size", 0)) for log in logging_outputs)
         metrics.log_scalar("loss", total / queries, queries, round=DIGITS)
+
+    @staticmethod
+    def logging_outputs_can_be_summed() -> bool:
+        return True
+
+
+@register_criterion("fwp_answers")
+class AnswersCriterion(FairseqCriterion):
+    """The mean cross-entropy of the answers of a language model, logged in bits.
+
+    A sample has net_input, and target (B, L): answers, or padding where nothing is asked.
+    """
+
+    def forward(self, model: BaseFairseqModel, sample: Sample, reduce: bool = True) -> tuple[Tensor, int, Settings]:
+        """Return the sum over answers, their number, and what is logged."""
+        target, pad = sample["target"], self.padding_idx
+        log_probs = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True)
+        losses = functional.nll_loss(log_probs.transpose(1, 2), target, ignore_index=pad, reduction="none")
+        wrong, answers = (log_probs.argmax(-1) != target) & (target != pad), int((target != pad).sum())
+        log = {"loss": losses.sum().data, "wrong": wrong.sum(), "whole": (~wrong).all(1).sum()}
+        log |= {"ntokens": answers, "nsentences": len(target), "sample_size": answers}
+        return losses.sum() if reduce else losses, answers, log
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[Settings]) -> None:
+        """Log the mean loss, and shares in %: `accuracy` of right answers, `whole` of sequences with no wrong one."""
+        names = ("loss", "wrong", "whole", "sample_size", "nsentences")
+        sums = (sum(float(log.get(name, 0)) for log in logging_outputs) for name in names)
+        loss, wrong, whole, answers, sequences = sums
+        metrics.log_scalar("loss", loss / answers / math.log(2), answers, round=3)
+        metrics.log_scalar("accuracy", 100 * (1 - wrong / answers), answers, round=3)
+        metrics.log_scalar("whole", 100 * whole / sequences, sequences, round=3)
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:

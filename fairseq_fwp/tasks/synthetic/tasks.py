@@ -15,14 +15,8 @@ from omegaconf import II
 
 from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.options import Settings, flag, option
-from fairseq_fwp.tasks.synthetic.data import (
-    PROBLEMS,
-    Associations,
-    GeneratedSequences,
-    ProblemSequences,
-    Setting,
-    count_symbols,
-)
+from fairseq_fwp.tasks.synthetic.data import Associations, GeneratedSequences, ProblemSequences
+from fairseq_fwp.tasks.synthetic.problems import PROBLEMS, VARIABLES, Problem, Setting
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +35,7 @@ class GeneratedTask(FairseqTask):
             check(value is None or value >= smallest, f"{flag(name)} must be at least {smallest}, got {value}")
         task = cls(cfg)
         for name, training in (("--length", True), ("--valid-length", False)):
-            task.check_length(name, task.length(training))
+            task.check_length(name, training)
         return task
 
     def length(self, training: bool) -> int:
@@ -49,8 +43,8 @@ class GeneratedTask(FairseqTask):
         valid_length = None if training else self.cfg.valid_length
         return self.cfg.length if valid_length is None else valid_length
 
-    def check_length(self, flag: str, length: int) -> None:
-        """Raise ValueError for a length that defines no sequence."""
+    def check_length(self, flag: str, training: bool) -> None:
+        """Raise ValueError for a length, of training or of an evaluation, that defines no sequence."""
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: object) -> None:
         """Load the sequences of a split: "train", or any other name for evaluation."""
@@ -119,7 +113,8 @@ class FwpAssociativeRetrievalTask(GeneratedTask):
         length = super().length(training)
         return self.num_keys * (2 if self.cfg.with_replacement else 1) if length is None else length
 
-    def check_length(self, flag: str, length: int) -> None:
+    def check_length(self, flag: str, training: bool) -> None:
+        length = self.length(training)
         most = f"{flag} must be at most --num-keys = {self.num_keys} without --with-replacement"
         check(length <= self.num_keys or self.cfg.with_replacement, f"{most}, got {length}")
 
@@ -228,18 +223,35 @@ class FwpSequenceProblemsConfig(FairseqDataclass):
     """Generated problems of state tracking and recall. Defaults: those of parity."""
 
     problem: ChoiceEnum(list(PROBLEMS)) = option(  # type: ignore[valid-type]
-        "parity", "parity: of bits; s3, a4, a5, s5, z60: product in that group; mqar: recall of many key-value pairs"
+        "parity",
+        "parity: of bits; s3, a4, a5, s5, z60: product in that group; mqar: recall of many key-value pairs; listops: "
+        "nested operators; code_execution: what a program prints; others: formal languages",
     )
-    length: int = option(40, "tokens of a training sequence, at least 1")
-    valid_length: Optional[int] = option(None, "tokens of a sequence in an evaluation; none: --length")  # noqa: UP045
+    length: int = option(
+        40,
+        "tokens of a training sequence, at least 1; listops: depth of its operators; code_execution: statements; "
+        "counters: the number of each letter",
+    )
+    valid_length: Optional[int] = option(None, "length of a sequence in an evaluation; none: --length")  # noqa: UP045
+    shortest: Optional[int] = option(  # noqa: UP045
+        None, "draw lengths evenly, from this one, at least 1, up to --length; none: all have that"
+    )
+    valid_shortest: Optional[int] = option(None, "the same in an evaluation; none: all have its length")  # noqa: UP045
     pairs: int = option(8, "mqar: number of key-value pairs in a sequence, at least 1")
     symbols: int = option(64, "mqar: number of keys, and of values, at least --pairs")
     double_pairs_every: Optional[int] = option(  # noqa: UP045
         None,
         "mqar: number of epochs after which the pairs, 2 at first, are doubled up to --pairs; none: always --pairs",
     )
-    train_sequences: int = option(
-        20000, "number of sequences between two evaluations, at least 1; each is drawn only once"
+    variables: int = option(3, f"code_execution: number of variables, from 1 to {len(VARIABLES)}")
+    published_labels: bool = option(
+        False,
+        "code_execution: the labels of the paper's public code, in which an assignment behind a true condition changes "
+        "only undefined variables; otherwise those of Python",
+    )
+    train_sequences: int = option(20000, "number of sequences between two evaluations, at least 1")
+    repeat_sequences: bool = option(
+        False, "train on the same sequences in every epoch, in batches of about equal lengths; otherwise on new ones"
     )
     valid_sequences: int = option(500, "number of sequences in an evaluation, at least 1")
     tokens_per_sample: int = option(
@@ -253,12 +265,13 @@ class FwpSequenceProblemsConfig(FairseqDataclass):
 class FwpSequenceProblemsTask(GeneratedTask):
     """State tracking and recall for any language model: predict a label for some tokens of a sequence.
 
-    Train with `--criterion label_smoothed_cross_entropy --report-accuracy`, which prints the share of right answers.
+    Train with `--criterion fwp_answers`, which prints the share of right answers, and of sequences with no wrong one.
     """
 
     smallest: ClassVar = dict.fromkeys(
-        ["length", "valid_length", "pairs", "symbols", "train_sequences", "valid_sequences", "double_pairs_every"], 1
-    )
+        ["length", "valid_length", "shortest", "valid_shortest", "pairs", "symbols", "variables", "train_sequences",
+         "valid_sequences", "double_pairs_every"], 1
+    )  # fmt: skip
     source_dictionary: Dictionary | None = None  # attributes, where fairseq has properties
     target_dictionary: Dictionary | None = None
 
@@ -266,16 +279,37 @@ class FwpSequenceProblemsTask(GeneratedTask):
         super().__init__(cfg)
         # Answers are symbols too.
         self.dictionary = self.source_dictionary = self.target_dictionary = Dictionary()
-        for symbol in range(count_symbols(str(cfg.problem), cfg.symbols)):
+        for symbol in range(self.problem.symbols(self.setting(True))):
             self.dictionary.add_symbol(str(symbol))
 
-    def check_length(self, flag: str, length: int) -> None:
-        cfg, recall = self.cfg, str(self.cfg.problem) == "mqar"
+    @property
+    def problem(self) -> Problem:
+        return PROBLEMS[str(self.cfg.problem)]
+
+    def setting(self, training: bool) -> Setting:
+        """Return the setting of the sequences of training or of an evaluation."""
+        cfg = self.cfg
+        shortest = cfg.shortest if training else cfg.valid_shortest
+        of_programs = cfg.variables, bool(cfg.published_labels)
+        return Setting(self.length(training), cfg.pairs, cfg.symbols, shortest, *of_programs)
+
+    def check_length(self, flag: str, training: bool) -> None:
+        cfg, problem, setting = self.cfg, self.problem, self.setting(training)
+        kind, length, shortest = str(cfg.problem), setting.length, setting.shortest
         most = f"{flag} must be at most --tokens-per-sample = {cfg.tokens_per_sample}"
-        check(length <= cfg.tokens_per_sample, f"{most}, got {length}")
+        unit = f" / {problem.tokens}, the tokens of each," if problem.tokens > 1 else ""
+        check(length * problem.tokens <= cfg.tokens_per_sample, f"{most}{unit} for {kind}, got {length}")
+        drawn = f"{flag.replace('length', 'shortest')} must be left out for {kind}, whose length is never drawn"
+        check(problem.varies or shortest is None, f"{drawn}, got {shortest}")
+        fewest = -(-(shortest or 1) // problem.multiple) * problem.multiple
+        enough = f"{flag} must be at least {fewest} for {kind} of at least {shortest or 1}"
+        check(length >= fewest, f"{enough}, got {length}")
         doubles = cfg.double_pairs_every is not None
-        check(recall or not doubles, f"--problem must be mqar with --double-pairs-every, got {cfg.problem}")
-        if recall:
+        check(kind == "mqar" or not doubles, f"--problem must be mqar with --double-pairs-every, got {kind}")
+        both = "--repeat-sequences must be left out with --double-pairs-every, which needs new sequences"
+        check(not (doubles and cfg.repeat_sequences), both)
+        check(cfg.variables <= len(VARIABLES), f"--variables must be at most {len(VARIABLES)}, got {cfg.variables}")
+        if kind == "mqar":
             check(cfg.pairs <= cfg.symbols, f"--pairs must be at most --symbols = {cfg.symbols}, got {cfg.pairs}")
             more = f"{flag} must be more than 2 x --pairs = {2 * cfg.pairs}"
             asks = "a pair takes two tokens, and what follows asks for values"
@@ -283,10 +317,12 @@ class FwpSequenceProblemsTask(GeneratedTask):
 
     def sequences(self, training: bool, seed: tuple[int, ...]) -> ProblemSequences:
         cfg, words = self.cfg, self.dictionary
-        setting = Setting(self.length(training), cfg.pairs, cfg.symbols)
         doubling, count = (cfg.double_pairs_every, cfg.train_sequences) if training else (None, cfg.valid_sequences)
-        problem, settings = PROBLEMS[str(cfg.problem)], {"seed": seed, "count": count}
-        return ProblemSequences(problem, setting, words.nspecial, words.pad(), doubling, **settings)
+        tokens = words.nspecial, words.pad(), cfg.tokens_per_sample
+        repeated = bool(cfg.repeat_sequences) or not training
+        return ProblemSequences(
+            self.problem, self.setting(training), *tokens, doubling, repeated, seed=seed, count=count
+        )
 
     def max_positions(self) -> None:
         """Return None: all sequences are short enough."""

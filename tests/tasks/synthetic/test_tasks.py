@@ -12,8 +12,9 @@ import torch
 from support.command_server import run
 from support.pairwise import looped
 
-from fairseq_fwp.tasks.synthetic.data import GROUPS, NOT_ASKED, PROBLEMS, Associations, Setting
+from fairseq_fwp.tasks.synthetic.data import Associations
 from fairseq_fwp.tasks.synthetic.model import FwpAssociativeRetrievalConfig
+from fairseq_fwp.tasks.synthetic.problems import GROUPS, NOT_ASKED, PROBLEMS, Setting
 from fairseq_fwp.tasks.synthetic.tasks import (
     FwpAssociativeRetrievalTask,
     FwpAssociativeRetrievalTaskConfig,
@@ -87,7 +88,7 @@ def test_a_training_query_is_the_key_of_a_pair_drawn_evenly():
 def draw(problem):
     """Return twenty sequences as lists of symbols and of answers."""
     generator, setting = np.random.default_rng(1), Setting(length=30, pairs=5, symbols=7)
-    return [[part.tolist() for part in PROBLEMS[problem](generator, setting)] for _ in range(20)]
+    return [[part.tolist() for part in PROBLEMS[problem].draw(generator, setting)] for _ in range(20)]
 
 
 def test_parity_is_the_exclusive_or_so_far():
@@ -123,25 +124,32 @@ def test_mqar_asks_for_the_value_that_stands_after_the_key():
 
 
 TASKS = {"retrieval": lambda **flags: retrieval(num_keys=12, updates_per_epoch=3, valid_sequences=12, **flags)}
+LENGTHS = {"listops": 4, "code_execution": 8} | dict.fromkeys(["shuffle_2", "reset_dyck1"], 24)
 TASKS |= {
-    name: lambda name=name, **flags: problems(problem=name, train_sequences=3, valid_sequences=3, **flags)
+    name: lambda name=name, **flags: problems(
+        problem=name, length=LENGTHS.get(name, 40), train_sequences=3, valid_sequences=3, **flags
+    )
     for name in PROBLEMS
+    if not re.search("star|counter|^dyck", name)  # some of their strings of one length are the same
 }
 
 
 @looped("task", TASKS)
 def test_sequences_follow_from_seed_split_and_epoch(task):
-    """Nothing is repeated, and everything is reproducible."""
-    settings, seen = list(itertools.product((1, 2), (1, 2), ("train", "valid", "test"))), set()
-    for epoch, seed, split in settings:
+    """Nothing is repeated but evaluations of problems, and everything is reproducible."""
+    found = {}
+    for epoch, seed, split in itertools.product((1, 2), (1, 2), ("train", "valid", "test")):
         drawn = []
         for _ in range(2):
             data = loaded(TASKS[task](seed=seed), split)
             data.set_epoch(epoch)
             drawn.append([tuple(data[i]["keys" if task == "retrieval" else "symbols"].tolist()) for i in range(3)])
         assert drawn[0] == drawn[1]
-        seen.update(drawn[0])
-    assert len(seen) == 3 * len(settings)
+        if task != "retrieval" and split != "train" and epoch == 2:
+            assert drawn[0] == found[1, seed, split]
+        else:
+            found[epoch, seed, split] = drawn[0]
+    assert len({sequence for drawn in found.values() for sequence in drawn}) == 3 * len(found)
 
 
 def test_processes_and_evaluations_read_different_sequences():
@@ -168,7 +176,46 @@ def test_workers_make_the_samples_of_each_epoch():
     assert epochs[0] == epochs[1] and epochs[0][0] != epochs[0][1]
 
 
+def test_repeated_sequences_are_those_of_the_first_epoch():
+    """They are drawn once, and lie in batches of about equal lengths, others in each epoch."""
+    flags = {"problem": "listops", "length": 3, "train_sequences": 40}
+    task = problems(**flags, repeat_sequences=True)
+    data = loaded(task, "train")
+    other = loaded(problems(**flags), "train")
+    first, new = ([each[i]["symbols"].tolist() for i in range(40)] for each in (data, other))
+    data.set_epoch(5)
+    assert [data[i]["symbols"].tolist() for i in range(40)] == first == new
+    assert data[3] is data[3] and data.sizes.tolist() == [len(symbols) for symbols in first]
+    found = []
+    for epoch in (1, 2):
+        made = list(task.get_batch_iterator(data, max_sentences=4, epoch=epoch).next_epoch_itr())
+        found.append({tuple(batch["id"].tolist()) for batch in made})
+        rows = sorted(sorted(batch["net_input"]["src_lengths"].tolist()) for batch in made)
+        assert [length for row in rows for length in row] == sorted(map(len, first))
+    assert found[0] != found[1]
+
+
 # Batches.
+
+
+def test_shorter_sequences_end_in_padding():
+    task = problems(problem="parity", length=9, valid_length=9, valid_shortest=4)
+    dataset, pad = loaded(task, "valid"), task.target_dictionary.pad()
+    samples = [dataset[i] for i in range(6)]
+    batch, longest = dataset.collater(samples), max(len(sample["symbols"]) for sample in samples)
+    tokens, lengths = batch["net_input"]["src_tokens"], batch["net_input"]["src_lengths"].tolist()
+    assert lengths == [len(sample["symbols"]) for sample in samples] and tokens.shape == (6, longest)
+    assert len(set(lengths)) > 1 and batch["ntokens"] == sum(lengths)
+    for row, answers, sample in zip(tokens, batch["target"], samples, strict=True):
+        rest = [pad] * (longest - len(sample["symbols"]))
+        assert row.tolist() == [*sample["symbols"], *rest] and answers.tolist() == [*sample["target"], *rest]
+
+
+def test_sequences_are_as_long_as_asked_and_never_longer_than_a_sample():
+    assert len(loaded(problems(length=5), "train")[0]["symbols"]) == 5  # without pairs, whose number is above
+    data = loaded(problems(problem="listops", length=3, tokens_per_sample=30), "train")
+    drawn = [PROBLEMS["listops"].draw(np.random.default_rng(index), Setting(length=3)) for index in range(50)]
+    assert max(len(symbols) for symbols, _ in drawn) > 30 >= max(len(data[i]["symbols"]) for i in range(50))
 
 
 def test_lengths_and_queries_of_both_settings():
@@ -238,6 +285,13 @@ REFUSED = [
      "--valid-length must be more than 2 x --pairs = 16"),
     (problems, {"problem": "mqar", "double_pairs_every": 0}, "--double-pairs-every must be at least 1, got 0"),
     (problems, {"double_pairs_every": 2}, "--problem must be mqar with --double-pairs-every, got parity"),
+    (problems, {"problem": "mqar", "double_pairs_every": 2, "repeat_sequences": True}, "--repeat-sequences must be"),
+    (problems, {"length": 1025}, "--length must be at most --tokens-per-sample = 1024 for parity, got 1025"),
+    (problems, {"problem": "code_execution", "valid_length": 114}, "--valid-length must be .* = 1024 / 9, .*, got 114"),
+    (problems, {"problem": "listops", "shortest": 2, "length": 5}, "--shortest must be left out for listops, .* got 2"),
+    (problems, {"valid_length": 7, "valid_shortest": 8}, "--valid-length must be at least 8 for parity .* 8, got 7"),
+    (problems, {"problem": "abab_star", "shortest": 6, "length": 7}, "--length must be at least 8 .* of at least 6"),
+    (problems, {"variables": 6}, "--variables must be at most 5, got 6"),
     (lambda: retrieval().get_batch_iterator(loaded(retrieval(), "train"), max_tokens=100), {}, "--batch-size"),
 ]  # fmt: skip
 
