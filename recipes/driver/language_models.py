@@ -85,7 +85,7 @@ def sample(models: Models, prompt: str | None, following: str | None, model: Mod
     out = data.out / "sample.txt"
     write(out, data.text.show("".join(text + "\n" for text in texts)))
     print(f'Three texts that {model.name} wrote after "{prompt}" (also in {out}):')
-    print(out.read_text(encoding="utf-8"), following or "", sep="\n")
+    print(out.read_text(encoding="utf-8"), (following or "").replace("OUT", str(data.out)), sep="\n")
 
 
 def interact(models: Models, model: Model, prompts: list[str], kind: str, flags: list[object]) -> list[str]:

@@ -11,5 +11,5 @@ set -euo pipefail
 recipe language-model --text stdlib --merges 1000 --models delta sum softmax --prompt "def read(self," --next "\
 Next: your own text:     bash recipes/quickstart/run.sh --data FOLDER --out runs/mine
       your own rule:     CONTRIBUTING.md, \"A rule\"
-      the trained model: fairseq_fwp.load(\"runs/quickstart/delta/checkpoint_best.pt\", dictionary=\"runs/quickstart/data/bin\")
+      the trained model: fairseq_fwp.load(\"OUT/delta/checkpoint_best.pt\", dictionary=\"OUT/data/bin\")
       all else:          README.md, \"Where to go\"" -- "$@"

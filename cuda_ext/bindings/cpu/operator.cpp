@@ -2,6 +2,7 @@
 
 #include <ATen/ops/zeros.h>
 
+#include "../../cpu/amx.h"
 #include "../operator.h"
 #include "copies.h"
 
@@ -68,8 +69,9 @@ struct Device {
                  view(x.retrieved), view(x.kept)};
     Rule rule = x.rule;
     Tensor one;
-    if (pass.in.q.item != pass.item && is_large(x.size) && fades_of(rule) == Fades::kNothing) {
-      // With decays of one, sum and delta have chunks: without, copies.
+    const bool half = pass.in.q.item != pass.item, of_chunks = x.size.L == 1 || TileUnit::chosen();
+    if (half && of_chunks && is_large(x.size) && fades_of(rule) == Fades::kNothing) {
+      // With decays of one, sum and delta have tiles, and steps that read bfloat16. Else copies are faster than chunks.
       rule = rule == Rule::sum ? Rule::gated : Rule::gated_delta;
       one = at::ones({}, x.last.options()).expand(x.size.rates());
       pass.in.head_decay = view(one);

@@ -87,7 +87,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     for name, tensor in renamed.items():
         if (TRANSPOSED.fullmatch(name) or name in TABLES) and (tensor.dim() != 2 or not tensor.numel()):
             raise ValueError(f"{name} must be a matrix, got the shape {tuple(tensor.shape)}")
-    return renamed, {**DEFAULTS, **config}
+    return renamed, {**DEFAULTS, **{name: x for name, x in config.items() if name not in ("end", "line_start")}}
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:

@@ -40,7 +40,7 @@ class Problem(NamedTuple):
     """How a problem draws a sequence, and its number of symbols, to which answers belong too.
 
     tokens: of one unit of length, at most (listops: on average); multiple: lengths are multiples of it; varies: whether
-    lengths may be drawn.
+    lengths may be drawn; most: the greatest length that is drawn in less than half a second.
     """
 
     draw: Callable[[Generator, Setting], Sequence]
@@ -48,6 +48,7 @@ class Problem(NamedTuple):
     tokens: int = 1
     multiple: int = 1
     varies: bool = True
+    most: int | None = None
 
 
 def least(setting: Setting, multiple: int = 1) -> int:
@@ -298,14 +299,14 @@ PROBLEMS = {
     "parity": Problem(parity, lambda _: 2),
     **{name: Problem(partial(products, name), partial(count_elements, name)) for name in GROUPS},
     "mqar": Problem(mqar, lambda setting: 2 * setting.symbols, varies=False),
-    "listops": Problem(listops, lambda _: len(LISTOPS), tokens=10, varies=False),
+    "listops": Problem(listops, lambda _: len(LISTOPS), tokens=10, varies=False, most=20),
     # The longest statement: if x > 3 : y = 4 ;
     "code_execution": Problem(code_execution, lambda _: NOTHING + 2 + HIGHEST - LOWEST, tokens=9, varies=False),
     "aa_star": Problem(partial(repetitions, (0, 0)), lambda _: 2, multiple=2),
     "abab_star": Problem(partial(repetitions, (0, 1, 0, 1)), lambda _: 2, multiple=4),
     "counter_2": Problem(partial(counter, 2), lambda _: 4, tokens=2),
     "counter_3": Problem(partial(counter, 3), lambda _: 5, tokens=3),
-    "dyck1": Problem(partial(dyck, 1), lambda _: 2, multiple=2),
-    "shuffle_2": Problem(partial(dyck, 2), lambda _: 4, multiple=2),
-    "reset_dyck1": Problem(reset_dyck, lambda _: 3),
+    "dyck1": Problem(partial(dyck, 1), lambda _: 2, multiple=2, most=100),
+    "shuffle_2": Problem(partial(dyck, 2), lambda _: 4, multiple=2, most=100),
+    "reset_dyck1": Problem(reset_dyck, lambda _: 3, most=100),
 }
