@@ -299,7 +299,8 @@ class FwpSequenceProblemsTask(GeneratedTask):
         most = f"{flag} must be at most --tokens-per-sample = {cfg.tokens_per_sample}"
         unit = f" / {problem.tokens}, the tokens of each," if problem.tokens > 1 else ""
         longest = problem.most or length
-        check(length <= longest, f"{flag} must be at most {longest} for {kind}: longer ones take long to draw, got {length}")
+        slow = f"{flag} must be at most {longest} for {kind}: longer ones take long to draw"
+        check(length <= longest, f"{slow}, got {length}")
         check(length * problem.tokens <= cfg.tokens_per_sample, f"{most}{unit} for {kind}, got {length}")
         drawn = f"{flag.replace('length', 'shortest')} must be left out for {kind}, whose length is never drawn"
         check(problem.varies or shortest is None, f"{drawn}, got {shortest}")
