@@ -62,7 +62,7 @@ inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, const
   if (!in.rate.defined() && (given.erases || !taken.on_cpu())) in.rate = ones(size.rates());
   in.removal_key = ready(given.removal_key), in.removal = ready(given.removal);
   const Rule rule = rule_of(given);
-  if (rule == Rule::sum || rule == Rule::delta) return in;
+  if (fades_of(rule) == Fades::kNothing) return in;
   if (rule == Rule::gated || rule == Rule::gated_delta)
     in.head_decay = given.decay ? ready(given.decay) : ones(size.rates());
   else if (given.decays_by_head())

@@ -114,17 +114,10 @@ class ForgetChunk {
   void copy_in(Matrix<const A> from, Tokens<A> to) const {
     if (from.column_stride == 1) return copy(Tokens<const A>{from.data, from.row_stride}, keys_, values_, to);
     clear(to, round_up(keys_, kTileRows));
-    for (int64_t i = 0; i < keys_; ++i)
-      for (int64_t j = 0; j < values_; ++j) to[i][j] = from.data[i * from.row_stride + j * from.column_stride];
-  }
-  void copy_rows(Tokens<A> from, Tokens<A> to) const {
-    for (int64_t i = 0; i < keys_; ++i) std::memcpy(to[i], from[i], values_ * sizeof(A));
+    copy_matrix(from, keys_, values_, Matrix<A>{to.data, to.stride, 1});
   }
   void copy_out(Tokens<A> from, Matrix<A> to) const {
-    if (!to.data) return;
-    if (to.column_stride == 1) return copy_rows(from, {to.data, to.row_stride});
-    for (int64_t i = 0; i < keys_; ++i)
-      for (int64_t j = 0; j < values_; ++j) to.data[i * to.row_stride + j * to.column_stride] = from[i][j];
+    if (to.data) copy_matrix({from.data, from.stride, 1}, keys_, values_, to);
   }
 
   static bool whole_panels(int64_t columns) { return columns % (kPanel * kLanes<A>) == 0; }

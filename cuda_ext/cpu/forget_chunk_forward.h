@@ -50,7 +50,7 @@ class ForgetChunkForward : public ForgetChunk<A, fades, erases> {
       advance_state(empty, at_once ? kept : Tokens<A>{});
       empty = false;
       if (!keeps) continue;
-      if (!at_once) copy_rows(state_, kept);
+      if (!at_once) copy_out(state_, {kept.data, kept.stride, 1});
       kept.data = kept[keys_];
     }
     copy_out(state_, final);
@@ -64,7 +64,7 @@ class ForgetChunkForward : public ForgetChunk<A, fades, erases> {
   using Base::count_, Base::keys_, Base::next_, Base::own_error_, Base::own_fade_, Base::own_query_, Base::own_reader_,
       Base::own_value_, Base::own_value_fade_, Base::query_, Base::read_, Base::rows_, Base::seen_query_, Base::seen_reader_,
       Base::state_, Base::total_, Base::values_, Base::writer_;
-  using Base::begin, Base::change_rows, Base::clear, Base::copy_in, Base::copy_out, Base::copy_rows, Base::deliver,
+  using Base::begin, Base::change_rows, Base::clear, Base::copy_in, Base::copy_out, Base::deliver,
       Base::expect, Base::fade_values, Base::fill, Base::input, Base::load_values, Base::output, Base::prepare,
       Base::rate_at, Base::score, Base::take_values, Base::whole_panels;
 

@@ -65,7 +65,7 @@ class ForgetTiles {
       const int64_t count = std::min(kTokens, length - start_);
       run_chunk(count);
       if (!kept.data || count < kTokens) continue;
-      for (int64_t i = 0; i < keys_; ++i) std::memcpy(kept[i], state_[i], values_ * sizeof(float));
+      copy_out(state_, {kept.data, kept.stride, 1});
       kept.data = kept[keys_];
     }
     copy_out(state_, final);
@@ -140,12 +140,10 @@ class ForgetTiles {
   }
   void copy_in(Matrix<const float> from, Tokens<float> to) const {
     std::memset(to.data, 0, steps_ * kProductSide * to.stride * sizeof(float));
-    for (int64_t i = 0; from.data && i < keys_; ++i)
-      for (int64_t j = 0; j < values_; ++j) to[i][j] = from.data[i * from.row_stride + j * from.column_stride];
+    if (from.data) copy_matrix(from, keys_, values_, Matrix<float>{to.data, to.stride, 1});
   }
   void copy_out(Tokens<float> from, Matrix<float> to) const {
-    for (int64_t i = 0; to.data && i < keys_; ++i)
-      for (int64_t j = 0; j < values_; ++j) to.data[i * to.row_stride + j * to.column_stride] = from[i][j];
+    if (to.data) copy_matrix({from.data, from.stride, 1}, keys_, values_, to);
   }
   int64_t columns_from(int64_t j) const { return std::min(kColumns, values_ - j); }
 

@@ -66,6 +66,19 @@ FWP_INLINE Tokens<A> from_row(Tokens<A> x, int64_t row) {
   return {x[row], x.stride};
 }
 
+// Copy a matrix to one with other strides.
+template <typename A>
+void copy_matrix(std::type_identity_t<Matrix<const A>> from, int64_t rows, int64_t columns, Matrix<A> to) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const A* const x = from.data + i * from.row_stride;
+    A* const y = to.data + i * to.row_stride;
+    if (from.column_stride == 1 && to.column_stride == 1)
+      std::memcpy(y, x, columns * sizeof(A));
+    else
+      for (int64_t j = 0; j < columns; ++j) y[j * to.column_stride] = x[j * from.column_stride];
+  }
+}
+
 // Copy to scratch, zero-padded to whole vectors and tiles.
 template <typename A>
 void copy(Tokens<const A> x, int64_t rows, int64_t columns, Tokens<A> to) {

@@ -171,12 +171,13 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         )
         tokens, streams, segments = len(dataset.text), batch_size * num_shards, len(iterator)
         logger.info(f"{tokens:,} tokens: {streams} streams of {segments} segments, {batch_size} in this process")
-        self._warn_of_age(streams, segments)
+        self.trained_segments = self.trained_segments or segments
+        self._warn_of_age(streams, segments, self.trained_segments)
         if use_cache:
             self.dataset_to_epoch_iter[dataset] = iterator
         return iterator
 
-    def _warn_of_age(self, streams: int, segments: int) -> None:
+    def _warn_of_age(self, streams: int, segments: int, trained: int) -> None:
         """Warn where no state is carried, or where one is far older than in training."""
         length = self.args.tokens_per_sample
         if self.args.carry_state and segments == 1:
@@ -184,9 +185,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
                 f"no state is carried, because {streams} streams have at most one segment of {length} tokens each: "
                 "give a smaller --batch-size or --tokens-per-sample"
             )
-        self.trained_segments = self.trained_segments or segments
         if self.args.carry_state and not self.args.reset_state_after:
-            warn_of_age(segments * length, self.trained_segments * length, "give a larger --batch-size-valid")
+            warn_of_age(segments * length, trained * length, "give a larger --batch-size-valid")
 
     def _batch_size(self, max_tokens: int | None, max_sentences: int | None) -> int:
         """Return the number of streams in a process."""

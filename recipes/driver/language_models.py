@@ -74,7 +74,7 @@ def add_flags_of_text(parser: argparse.ArgumentParser) -> None:
 
 
 def sample(models: Models, prompt: str | None, following: str | None, model: Model) -> None:
-    """Print three texts that a model writes after the prompt, and what a user may do next."""
+    """Print three texts that a model writes after the prompt, and what a user may do next, with the folder for OUT."""
     data = models.data
     if data.source or not prompt:  # a text of the user is continued from the first words of its test set
         words = next(filter(None, read_lines(data.folder / "text" / "test.txt"))).split()

@@ -10,7 +10,7 @@ inline bool is_large(const Lengths& size) { return std::min(size.Dk, size.Dv) >=
 
 // Whether a rule processes tokens in chunks. Such kernels take vectors in bfloat16, and need no memory for what they retrieve.
 inline bool in_chunks(Rule rule, const Lengths& size) {
-  return rule != Rule::sum && rule != Rule::delta && is_large(size);
+  return fades_of(rule) != Fades::kNothing && is_large(size);
 }
 
 // Inputs and results of a forward pass. `initial` may be undefined, and what a backward pass needs: `retrieved` in chunks, `kept`.

@@ -33,7 +33,6 @@ from fairseq_fwp.checkpoints.convert.config import (
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Source, Tensors
 from fairseq_fwp.checkpoints.convert.vocabulary import arrange, take_tables
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
-from fairseq_fwp.checkpoints.pretrained.folder import read as read_folder
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import MODERN, RWKV7
 from fairseq_fwp.patches.options import Settings, flag
@@ -135,7 +134,7 @@ class Sizes(NamedTuple):
 
 def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
-    tensors, config = read_folder(path, NAME, REQUIRED)
+    tensors, config = folder.read(path, NAME, REQUIRED)
     return tensors, {"eos_token_id": DEFAULTS["eos_token_id"], **config}  # null: no token ends a text
 
 

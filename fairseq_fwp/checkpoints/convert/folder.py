@@ -16,6 +16,7 @@ from torch import Tensor
 from fairseq_fwp.checkpoints.convert.checkpoint import build_converted, dictionaries, make_task, new_folder
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Option, Options
 from fairseq_fwp.checkpoints.convert.vocabulary import given_words
+from fairseq_fwp.checkpoints.pretrained import folder as pretrained
 from fairseq_fwp.checkpoints.pretrained.dictionary import DICTIONARY
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG, WEIGHTS, read_config
 from fairseq_fwp.modules.decoding import STARTS
@@ -36,6 +37,13 @@ OPTIONS = {
         "|".join(STARTS),
     ),
 }
+
+
+def read(path: Path, name: str, sizes: Sequence[str]) -> tuple[dict[str, Tensor], Settings]:
+    """Return weights and config.json as `pretrained.folder.read` does, but nothing that only `OPTIONS` can say."""
+    tensors, config = pretrained.read(path, name, sizes)
+    options = {option.replace("-", "_") for option in OPTIONS}
+    return tensors, {setting: value for setting, value in config.items() if setting not in options}
 
 
 def words_of_tokens(name: str, sizes: Sequence[str], path: Path, vocabulary: Path | None) -> list[str]:

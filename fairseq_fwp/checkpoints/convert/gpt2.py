@@ -16,7 +16,6 @@ from fairseq_fwp.checkpoints.convert.config import check_expected
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Source, Tensors
 from fairseq_fwp.checkpoints.convert.vocabulary import arrange, take_tables
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
-from fairseq_fwp.checkpoints.pretrained.folder import read as read_folder
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.patches.options import Settings
 
@@ -79,7 +78,7 @@ MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 
 def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
-    tensors, config = read_folder(path, NAME, SIZES)
+    tensors, config = folder.read(path, NAME, SIZES)
     renamed = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     if len(renamed) < len(tensors):
         twice = next(name for name in renamed if {name, f"transformer.{name}"} <= tensors.keys())
@@ -87,7 +86,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     for name, tensor in renamed.items():
         if (TRANSPOSED.fullmatch(name) or name in TABLES) and (tensor.dim() != 2 or not tensor.numel()):
             raise ValueError(f"{name} must be a matrix, got the shape {tuple(tensor.shape)}")
-    return renamed, {**DEFAULTS, **{name: x for name, x in config.items() if name not in ("end", "line_start")}}
+    return renamed, {**DEFAULTS, **config}
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:

@@ -27,7 +27,6 @@ from fairseq_fwp.checkpoints.convert.config import (
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Source, Tensors
 from fairseq_fwp.checkpoints.convert.vocabulary import arrange, take_tables
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
-from fairseq_fwp.checkpoints.pretrained.folder import read as read_folder
 from fairseq_fwp.models.presets import BLOCKS
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.patches.options import Settings
@@ -80,7 +79,7 @@ FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder, its config.json and defaults. Raises ValueError where one is missing or damaged."""
-    tensors, config = read_folder(path, NAME, REQUIRED)
+    tensors, config = folder.read(path, NAME, REQUIRED)
     return tensors, {**DEFAULTS, **defaults_of(config.get("model_type")), **config}
 
 

@@ -117,6 +117,13 @@ def test_what_transformers_saves_with_the_weights(folder):
     assert_same(folder, tensors, torch.float32, 2e-5)
 
 
+def test_config_json_sets_no_option_of_the_command(folder):
+    tensors = make_tensors()
+    folder.save(tensors, end=[1], line_start="end")
+    assert_same(folder, tensors, torch.float32, 2e-5)
+    assert fairseq_fwp.load(folder.path, source="gpt2").line_start is None
+
+
 def test_settings_of_the_training(folder, capsys):
     """The end of a text may be the first word."""
     folder.save(make_tensors(), eos_token_id=0)

@@ -288,6 +288,8 @@ REFUSED = [
     (problems, {"problem": "mqar", "double_pairs_every": 2, "repeat_sequences": True}, "--repeat-sequences must be"),
     (problems, {"length": 1025}, "--length must be at most --tokens-per-sample = 1024 for parity, got 1025"),
     (problems, {"problem": "code_execution", "valid_length": 114}, "--valid-length must be .* = 1024 / 9, .*, got 114"),
+    (problems, {"problem": "listops", "length": 21}, "--length must be at most 20 for listops: longer ones .*, got 21"),
+    (problems, {"problem": "dyck1", "valid_length": 102}, "--valid-length must be at most 100 for dyck1: .*, got 102"),
     (problems, {"problem": "listops", "shortest": 2, "length": 5}, "--shortest must be left out for listops, .* got 2"),
     (problems, {"valid_length": 7, "valid_shortest": 8}, "--valid-length must be at least 8 for parity .* 8, got 7"),
     (problems, {"problem": "abab_star", "shortest": 6, "length": 7}, "--length must be at least 8 .* of at least 6"),
