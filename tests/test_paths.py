@@ -53,9 +53,9 @@ def test_the_names_of_a_rule_on_each_floor(monkeypatch):
     monkeypatch.setattr(fast_weights, "_forward", lambda *given: calls.append(given) or forward(*given))
     for name, rule in UPDATE_RULES.items():
         calls.clear()
-        rule.function(**sample_inputs(rule.function.name.removesuffix("_rule"), (1, 1, 3, 4, 4)))
+        rule.operation(**sample_inputs(rule.operation.name.removesuffix("_rule"), (1, 1, 3, 4, 4)))
         optional = zip(fast_weights.OPTIONAL, calls[0][3:8], strict=True) if calls else ()
         terms = [term for term, x in optional if x is not None] + ["erases"] * bool(calls and calls[0][10])
-        found.append((name, rule.function.name, ", ".join(terms) or ("none" if calls else "not of this family")))
+        found.append((name, rule.operation.name, ", ".join(terms) or ("none" if calls else "not of this family")))
     assert found == [row[:3] for row in rows]
     assert {kind for *_, words in rows for kind in re.findall(r"\w+", words)} >= kinds

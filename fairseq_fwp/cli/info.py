@@ -76,7 +76,7 @@ def report(build: bool) -> str:
     devices = [f"cpu: {platform.machine()}, threads: {torch.get_num_threads()}"]
     for index in range(torch.cuda.device_count()):
         devices.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}")
-    rules: dict[str, object] = {name: find_rule(name).function for name in UPDATE_RULES}
+    rules: dict[str, object] = {name: find_rule(name).operation for name in UPDATE_RULES}
     rules |= {name: kind.module for name, kind in ATTENTIONS.items() if kind.module.named_as_rule}
     architectures = []
     for model, presets in PRESETS_OF_MODELS.items():

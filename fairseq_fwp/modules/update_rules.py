@@ -1,4 +1,4 @@
-"""Update rules for layers: the function of tensors, and the gates that a layer projects for it.
+"""Update rules for layers: the operation on tensors, and the gates that a layer projects for it.
 
 A new rule is a step in `ops/rules.py`, or in a plug-in, and one line in `UPDATE_RULES`. Shapes: B batch, H heads, L
 tokens, Dk size of a mapped key, Dv size of a value.
@@ -74,19 +74,19 @@ class Normalizer(NamedTuple):
 
     gates: function from the rule's gates to those of a rule for values (B, H, L, 1) of one, whose memory is z. So z
         forgets as the memory does. None: z is the plain sum of the keys.
-    function: the rule that takes these gates. None: it is the rule itself.
+    operation: the rule that takes these gates. None: it is the rule itself.
     retrieved: whether the rule writes the difference to the value that the key retrieves. It is divided too, unless z
         has a rule of its own: then only the output can be divided.
     """
 
     gates: Callable[..., tuple[Tensor, ...]] | None = None
-    function: ops.Rule | None = None
+    operation: ops.Rule | None = None
     retrieved: bool = False
 
     @property
     def output_only(self) -> bool:
         """Whether only the output can be divided."""
-        return self.function is not None
+        return self.operation is not None
 
 
 class UpdateRule(NamedTuple):
@@ -97,7 +97,7 @@ class UpdateRule(NamedTuple):
     only_adds: whether what it reads from an empty memory is (q k^T) v, causally masked: cheaper for few tokens.
     """
 
-    function: ops.Rule
+    operation: ops.Rule
     gates: tuple[Gate, ...] = ()
     normalizer: Normalizer | None = Normalizer()
     steps: int = 1
@@ -235,13 +235,13 @@ def find_rule(name: str) -> UpdateRule:
     check(isinstance(rule, UpdateRule), f"{where} must be an UpdateRule, got {type(rule).__name__}")
     are_gates = isinstance(rule.gates, tuple) and all(isinstance(gate, Gate) for gate in rule.gates)
     check(are_gates, f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
-    check(isinstance(rule.function, ops.Rule), f"{where}: function must be an ops.Rule, got {rule.function!r}")
+    check(isinstance(rule.operation, ops.Rule), f"{where}: operation must be an ops.Rule, got {rule.operation!r}")
     is_normalizer = rule.normalizer is None or isinstance(rule.normalizer, Normalizer)
     check(is_normalizer, f"{where}: normalizer must be a Normalizer or None, got {rule.normalizer!r}")
-    names, wanted = [gate.name for gate in rule.gates], [*rule.function.gates]
+    names, wanted = [gate.name for gate in rule.gates], [*rule.operation.gates]
     check(
         names == wanted,
-        f"{where}: gates must be those of {rule.function.name}, in their order: {', '.join(wanted)}, "
+        f"{where}: gates must be those of {rule.operation.name}, in their order: {', '.join(wanted)}, "
         f"got {', '.join(names) or 'none'}",
     )
     return rule

@@ -20,7 +20,7 @@ from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 def form_of(rule):
     """Return the form that layers with this rule use, by whether its decay has a number for each dimension of a key."""
-    name = rule.function.__name__.removesuffix("_rule")
+    name = rule.operation.__name__.removesuffix("_rule")
     by_key = any(gate.name == "decay" and gate.size == "Dk" for gate in rule.gates)
     forms = [form for form, (function, _) in inputs.FORMS.items() if function == name]
     return forms[0] if len(forms) == 1 else next(form for form in forms if ("key dimension" in form) == by_key)

@@ -82,7 +82,7 @@ def test_every_rule_of_a_layer_is_measured(load):
     rules = load("rules")
     assert set(rules.RULES) == set(UPDATE_RULES) - {"gdn2"}
     for rule, form in rules.RULES.items():
-        assert UPDATE_RULES[rule].function.name == f"{load('inputs').FORMS[form][0]}_rule"
+        assert UPDATE_RULES[rule].operation.name == f"{load('inputs').FORMS[form][0]}_rule"
         rules.prepare(rule, 3)()
 
 

@@ -177,7 +177,7 @@ def test_ablations_are_the_equations(ablations):
         found.append([read[0] / (q_t * keys).sum(-1, keepdim=True), *read[1:]])
     names = {"divided_sum": (), "decay_gated_write": (f, z), "decay_no_sigmoid": (f, z)}
     for (name, gates), expected in zip(names.items(), zip(*found, strict=True), strict=True):
-        tensors, operator = (q, k, v, *gates), UPDATE_RULES[name].function
+        tensors, operator = (q, k, v, *gates), UPDATE_RULES[name].operation
         first, state = operator(*(x[:, :, :3] for x in tensors), None)
         rest, _ = operator(*(x[:, :, 3:] for x in tensors), state)
         torch.testing.assert_close(torch.cat([first, rest], 2), torch.stack(expected, 2))

@@ -122,7 +122,7 @@ def memories(rule, k, v, gates, divided=False, state=None):
     and v are (B, H, L, N, size).
     divided: retrieved values are divided by z . k (Eq. 27). state: W and z before the first token.
     """
-    step, names = UPDATE_RULES[rule].function.step, [gate.name for gate in UPDATE_RULES[rule].gates]
+    step, names = UPDATE_RULES[rule].operation.step, [gate.name for gate in UPDATE_RULES[rule].gates]
     w, z = state or (k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), k.new_zeros(*k.shape[:2], k.shape[-1]))
     for t in range(k.shape[2]):
         key, value = k[:, :, t], v[:, :, t]

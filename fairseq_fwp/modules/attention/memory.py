@@ -79,8 +79,8 @@ class Memory:
         divisor = None
         if self.normalization is not None:
             divisor, k, v, z = self.normalization.apply(self.rule, q, k, v, gates, z, first, self.backend)
-        in_order = [gates[name] for name in self.rule.function.gates]
-        out, weights = self.rule.function(q, k, v, *in_order, weights, first=first, backend=self.backend)
+        in_order = [gates[name] for name in self.rule.operation.gates]
+        out, weights = self.rule.operation(q, k, v, *in_order, weights, first=first, backend=self.backend)
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, z)

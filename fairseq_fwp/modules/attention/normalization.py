@@ -137,8 +137,8 @@ class AttentionNormalization(Division):
                 at_least_float32, (q, k, torch.ones_like(v[..., :1]), *normalizer.gates(**gates))
             )
             before = None if z is None else z.unsqueeze(-1)
-            function = normalizer.function or rule.function
-            divisor, z = function(wide_q, wide_k, ones, *forgets, before, first=first, backend=backend)
+            operation = normalizer.operation or rule.operation
+            divisor, z = operation(wide_q, wide_k, ones, *forgets, before, first=first, backend=backend)
             return self.bound(divisor.squeeze(-1)), k, v, z.squeeze(-1)
         sums = running_sum(k, z, first)
         divisor = self.output_divisor(q, sums)

@@ -38,9 +38,9 @@ from fairseq_fwp.ops.checks import check
 # Gates -> (B, H, L), how strongly a token writes, of operators that can be read backwards from a query: they are linear
 # in the values, and their transition is symmetric.
 WRITE_STRENGTHS: dict[ops.Rule, Callable[..., Tensor]] = {
-    UPDATE_RULES["sum"].function: lambda: torch.ones(()),
-    UPDATE_RULES["gated"].function: lambda gate: 1 - gate,
-    UPDATE_RULES["delta"].function: lambda beta: beta,
+    UPDATE_RULES["sum"].operation: lambda: torch.ones(()),
+    UPDATE_RULES["gated"].operation: lambda gate: 1 - gate,
+    UPDATE_RULES["delta"].operation: lambda beta: beta,
 }
 
 
@@ -112,7 +112,7 @@ class FastWeightMemory(nn.Module):
     @property
     def write_strength(self) -> Callable[..., Tensor] | None:
         """The entry of the rule in `WRITE_STRENGTHS`."""
-        return WRITE_STRENGTHS.get(self.memory.rule.function)
+        return WRITE_STRENGTHS.get(self.memory.rule.operation)
 
     def _size(self, gate: Gate) -> int:
         return gate.width(self.feature_map.feature_dim, self.num_values)
@@ -200,7 +200,7 @@ class FastWeightMemory(nn.Module):
         writes, reads = k[:, :, :-1], k[:, :, 1:]
         zeros = k.new_zeros(*writes.shape[:3], q.shape[2])
         before = [gates[gate.name].flip(2)[:, :, :-1] for gate in self.memory.rule.gates]
-        out, _ = self.memory.rule.function(reads, writes, zeros, *before, state, backend=self.memory.backend)
+        out, _ = self.memory.rule.operation(reads, writes, zeros, *before, state, backend=self.memory.backend)
         return strength.unsqueeze(-1) * torch.cat([k[:, :, :1] @ state, out], dim=2).flip(2)
 
 

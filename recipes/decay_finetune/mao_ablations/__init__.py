@@ -55,7 +55,7 @@ UPDATE_RULES["divided_sum"] = UpdateRule(
     DividedSum("divided_sum", sum_rule.step, as_fast_weights=sum_rule.as_fast_weights)
 )
 UPDATE_RULES["decay_gated_write"] = UPDATE_RULES["decay"]._replace(
-    function=Rule("decay_with_gated_write", gated_write, decay_rule.gates, difference), normalizer=Normalizer()
+    operation=Rule("decay_with_gated_write", gated_write, decay_rule.gates, difference), normalizer=Normalizer()
 )
 # Footnote 1.
 UPDATE_RULES["decay_no_sigmoid"] = UpdateRule(

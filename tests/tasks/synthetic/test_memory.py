@@ -78,7 +78,7 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
 
 @looped("length", [1, L])
 @looped("norm", NORMALIZATIONS)
-@looped("rule", [name for name, rule in UPDATE_RULES.items() if rule.function in WRITE_STRENGTHS])
+@looped("rule", [name for name, rule in UPDATE_RULES.items() if rule.operation in WRITE_STRENGTHS])
 def test_reading_backwards_is_reading_the_matrix(rule, norm, length, monkeypatch):
     """The kernels give the same numbers and gradients."""
     memory = make(rule, **norm)
@@ -88,7 +88,7 @@ def test_reading_backwards_is_reading_the_matrix(rule, norm, length, monkeypatch
     memory.memory.backend = "auto"
     by_kernel = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates.values()])
     with monkeypatch.context() as patch:
-        patch.delitem(WRITE_STRENGTHS, memory.memory.rule.function)
+        patch.delitem(WRITE_STRENGTHS, memory.memory.rule.operation)
         matrix = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates.values()])
     torch.testing.assert_close(backwards, matrix)
     torch.testing.assert_close(by_kernel, matrix)
