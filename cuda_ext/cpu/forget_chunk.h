@@ -342,8 +342,8 @@ class ForgetChunk {
         return change_tiles<decltype(tile)::value, NV, kValuesFade>(
             panel, rows_, empty ? nullptr : total_[0], total_of_value_[0] + j, i, rows, state.from(j),
             copy.data ? copy.from(j) : copy,
-            [this, j](int64_t i) __attribute__((always_inline)) {
-              FWP_UNROLL for (int n = 0; n < decltype(tile)::value; n += kTileRows) next_.fetch((i + n) / kTileRows, j);
+            [this, j](int64_t row) __attribute__((always_inline)) {
+              FWP_UNROLL for (int n = 0; n < decltype(tile)::value; n += kTileRows) next_.fetch((row + n) / kTileRows, j);
             });
       };
       run(run(0, std::integral_constant<int, rows_of_product(NV)>{}), Rows{});

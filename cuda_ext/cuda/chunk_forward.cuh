@@ -125,18 +125,18 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     // The transposes of K W and of Q W, for the columns of this warp.
     Product found[kChunkBlocks], read[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(found[t]), clear(read[t]);
-    FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
+    FWP_UNROLL for (int block = 0; block < kRows / kBlock; ++block) {
       Factor of_state[kErases ? kExact : 1], query;
-      split(state[i], of_state);
+      split(state[block], of_state);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
         if (gives_results) {
-          chunk.query.right_transposed(t * kBlock, i * kBlock, query);
+          chunk.query.right_transposed(t * kBlock, block * kBlock, query);
           multiply(read[t], of_state[0], query);
         }
         if constexpr (kErases)
           if (!rebuilds())
             multiply<1>(found[t], of_state,
-                        [&](int, Factor& key) { chunk.key.right_transposed(t * kBlock, i * kBlock, key); });
+                        [&](int, Factor& key) { chunk.key.right_transposed(t * kBlock, block * kBlock, key); });
       }
     }
     const auto from_start = [&](int t) { return decays.from_start(t); };

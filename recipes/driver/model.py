@@ -103,13 +103,13 @@ class Models:
                 return conf.resolve()
         raise RecipeError(f"--conf must be conf/NAME.yaml, got {path}; names: {', '.join(self.names())}.")
 
-    def expand(self, names: list[str]) -> list[str]:
+    def expand(self, wanted: list[str]) -> list[str]:
         """Return names of models; a folder means all in it, in the order of the tables in FOLDER.yaml, if any.
 
         FOLDER/NAME means those of the table of that name there.
         """
         models, known = [], self.names()
-        for name in names:
+        for name in wanted:
             folder, _, table = name.partition("/")
             rows = self.recipe / f"{folder}.yaml"
             inside = [other for other in known if other.startswith(f"{name}/")]

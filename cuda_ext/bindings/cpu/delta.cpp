@@ -56,16 +56,28 @@ void forward_scan(const Forward& pass) {
       if constexpr (NV == 1) {
         if (is_square<A>(size)) {
           StateBlock<A, 1> block(kLanes<A>, kLanes<A>, initial.matrix(h, j), final.matrix(h, j), work);
-          DeltaForwardSquare<A>{block, size.L, q.tokens(h), k.tokens(h), v.tokens(h), rate.rates(h),
-                                out.tokens(h), error.tokens(h)}
+          DeltaForwardSquare<A>{.block = block,
+                                .length = size.L,
+                                .q = q.tokens(h),
+                                .k = k.tokens(h),
+                                .v = v.tokens(h),
+                                .rate = rate.rates(h),
+                                .out = out.tokens(h),
+                                .error = error.tokens(h)}
               .run();
           return block.finish();
         }
       }
       with_block<A, NV>(size.Dk, n, initial.matrix(h, j), final.matrix(h, j), work,
                         [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
-        DeltaForward<A, NV> scan{block, size.L, q.tokens(h), k.tokens(h), v.tokens(h).from(j), rate.rates(h),
-                                 out.tokens(h).from(j), error.tokens(h).from(j)};
+        DeltaForward<A, NV> scan{.block = block,
+                                 .length = size.L,
+                                 .q = q.tokens(h),
+                                 .k = k.tokens(h),
+                                 .v = v.tokens(h).from(j),
+                                 .rate = rate.rates(h),
+                                 .out = out.tokens(h).from(j),
+                                 .error = error.tokens(h).from(j)};
         if constexpr (NV == 4) {
           scan.template start<1>();
           scan.template run<1, true>(0);
@@ -100,20 +112,33 @@ void backward_scan(const Backward& pass) {
         if constexpr (NV == 1) {
           if (is_square<A>(size)) {
             StateBlock<A, 1> block(kLanes<A>, kLanes<A>, d_final.matrix(h, j), d_initial.matrix(h, j), work);
-            DeltaBackwardWritesSquare<A>{block, L, q.tokens(h).reversed(L), k.tokens(h).reversed(L),
-                                         d_out.tokens(h).reversed(L), error.tokens(h).reversed(L),
-                                         rate.rates(h).reversed(L), d_k.tokens(h).reversed(L),
-                                         d_v.tokens(h).reversed(L), d_rate.rates(h).reversed(L)}
+            DeltaBackwardWritesSquare<A>{.block = block,
+                                         .length = L,
+                                         .q = q.tokens(h).reversed(L),
+                                         .k = k.tokens(h).reversed(L),
+                                         .d_out = d_out.tokens(h).reversed(L),
+                                         .error = error.tokens(h).reversed(L),
+                                         .rate = rate.rates(h).reversed(L),
+                                         .d_k = d_k.tokens(h).reversed(L),
+                                         .d_v = d_v.tokens(h).reversed(L),
+                                         .d_rate = d_rate.rates(h).reversed(L)}
                 .run();
             return block.finish();
           }
         }
         with_block<A, NV>(size.Dk, std::min(width, size.Dv - j), d_final.matrix(h, j), d_initial.matrix(h, j), work,
                           [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
-          DeltaBackwardWrites<A, NV> scan{
-              block, q.tokens(h).reversed(L), k.tokens(h).reversed(L), d_out.tokens(h).from(j).reversed(L),
-              error.tokens(h).from(j).reversed(L), rate.rates(h).reversed(L), d_k.tokens(h).reversed(L),
-              d_v.tokens(h).from(j).reversed(L), d_rate.rates(h).reversed(L), add, work + size.Dk * width, {}, {}};
+          DeltaBackwardWrites<A, NV> scan{.block = block,
+                                          .q = q.tokens(h).reversed(L),
+                                          .k = k.tokens(h).reversed(L),
+                                          .d_out = d_out.tokens(h).from(j).reversed(L),
+                                          .error = error.tokens(h).from(j).reversed(L),
+                                          .rate = rate.rates(h).reversed(L),
+                                          .d_k = d_k.tokens(h).reversed(L),
+                                          .d_v = d_v.tokens(h).from(j).reversed(L),
+                                          .d_rate = d_rate.rates(h).reversed(L),
+                                          .add = add,
+                                          .products = work + size.Dk * width};
           scan.start();
           for_like_groups<scan.kGroup>(L, scan);
           if (pass.d_initial.defined() && L > 0) scan.finish();
@@ -129,16 +154,29 @@ void backward_scan(const Backward& pass) {
       if constexpr (NV == 1) {
         if (is_square<A>(size)) {
           const StateBlock<A, 1> block(kLanes<A>, kLanes<A>, initial.matrix(h, j, true), {nullptr, 0, 0}, work);
-          return DeltaBackwardReadsSquare<A>{block, L, k.tokens(h), d_out.tokens(h), error.tokens(h),
-                                             d_value.tokens(h), rate.rates(h), d_q.tokens(h), d_k.tokens(h)}
+          return DeltaBackwardReadsSquare<A>{.block = block,
+                                             .length = L,
+                                             .k = k.tokens(h),
+                                             .d_out = d_out.tokens(h),
+                                             .error = error.tokens(h),
+                                             .d_v = d_value.tokens(h),
+                                             .rate = rate.rates(h),
+                                             .d_q = d_q.tokens(h),
+                                             .d_k = d_k.tokens(h)}
               .run();
         }
       }
       with_block<A, NV>(size.Dv, n, initial.matrix(h, j, true), {nullptr, 0, 0}, work,
                         [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
-        DeltaBackwardReads<A, NV> scan{block, k.tokens(h).from(j), d_out.tokens(h), error.tokens(h),
-                                       d_value.tokens(h), rate.rates(h), d_q.tokens(h).from(j),
-                                       d_k.tokens(h).from(j), work + size.Dv * block.kWidth};
+        DeltaBackwardReads<A, NV> scan{.block = block,
+                                       .k = k.tokens(h).from(j),
+                                       .d_out = d_out.tokens(h),
+                                       .error = error.tokens(h),
+                                       .d_v = d_value.tokens(h),
+                                       .rate = rate.rates(h),
+                                       .d_q = d_q.tokens(h).from(j),
+                                       .d_k = d_k.tokens(h).from(j),
+                                       .scratch = work + size.Dv * block.kWidth};
         for_like_groups<scan.kGroup>(L, scan);
       });
     });

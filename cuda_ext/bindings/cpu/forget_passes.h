@@ -72,16 +72,21 @@ void forget_scan(const Forward& pass) {
       StateBlock<A, NV> block(size.Dk, n, initial.matrix(h, j), final.matrix(h, j), work);
       if constexpr (NV == 1 && !K::retrieves) {
         if (is_square<A>(size)) {
-          ForgetForwardSquare<A, fades>{block, size.L, inputs.at(h, 0, j), out.tokens(h), kept.tokens(h).data}.run();
+          ForgetForwardSquare<A, fades>{.block = block,
+                                        .length = size.L,
+                                        .in = inputs.at(h, 0, j),
+                                        .out = out.tokens(h),
+                                        .states = kept.tokens(h).data}
+              .run();
           return block.finish();
         }
       }
-      ForgetForward<A, NV, K> scan{block,
-                                   inputs.at(h, 0, j),
-                                   out.tokens(h).from(j),
-                                   retrieved.tokens(h).from(j),
-                                   kept_states(kept, size, h, j),
-                                   work + size.Dk * block.kWidth};
+      ForgetForward<A, NV, K> scan{.block = block,
+                                   .in = inputs.at(h, 0, j),
+                                   .out = out.tokens(h).from(j),
+                                   .retrieved = retrieved.tokens(h).from(j),
+                                   .kept = kept_states(kept, size, h, j),
+                                   .scratch = work + size.Dk * block.kWidth};
       if constexpr (NV == 4 && !wide)
         scan.run_token();
       else
@@ -125,33 +130,33 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
       const ForgetGradients<A> to = GradientHeads<A>(of_part(part)).at(h, i, 0);
       if constexpr (NV == 1 && !K::retrieves) {
         if (is_square<A>(size)) {
-          return ForgetBackwardSquare<A, fades>{size.L,
-                                                inputs.at(h, 0, 0),
-                                                d_out.tokens(h),
-                                                to,
-                                                initial.matrix(h, 0, true),
-                                                d_final.matrix(h, 0, true),
-                                                d_initial.matrix(h, 0, true),
-                                                kept.tokens(h).data,
-                                                work}
+          return ForgetBackwardSquare<A, fades>{.length = size.L,
+                                                .in = inputs.at(h, 0, 0),
+                                                .d_out = d_out.tokens(h),
+                                                .to = to,
+                                                .initial = initial.matrix(h, 0, true),
+                                                .d_final = d_final.matrix(h, 0, true),
+                                                .d_initial = d_initial.matrix(h, 0, true),
+                                                .states = kept.tokens(h).data,
+                                                .work = work}
               .run();
         }
       }
-      ForgetBackward<A, NV, K>{size.L,
-                               size.Dv,
-                               std::min(width, size.Dk - i),
-                               inputs.at(h, i, 0),
-                               d_out.tokens(h),
-                               retrieved.tokens(h),
-                               d_retrieved_.tokens(h),
-                               to,
-                               add,
-                               initial.matrix(h, i, true),
-                               d_final.matrix(h, i, true),
-                               d_initial.matrix(h, i, true),
-                               kept.tokens(h).data + i * size.Dv,
-                               size.Dk * size.Dv,
-                               work}
+      ForgetBackward<A, NV, K>{.length = size.L,
+                               .rows = size.Dv,
+                               .columns = std::min(width, size.Dk - i),
+                               .in = inputs.at(h, i, 0),
+                               .d_out = d_out.tokens(h),
+                               .removed = retrieved.tokens(h),
+                               .d_retrieved = d_retrieved_.tokens(h),
+                               .to = to,
+                               .add = add,
+                               .initial = initial.matrix(h, i, true),
+                               .d_final = d_final.matrix(h, i, true),
+                               .d_initial = d_initial.matrix(h, i, true),
+                               .kept = kept.tokens(h).data + i * size.Dv,
+                               .kept_stride = size.Dk * size.Dv,
+                               .work = work}
           .run();
     };
     const int64_t scratch_size = std::max(ForgetBackward<A, 1, K>::scratch(size.Dv) * width / kLanes<A>,
@@ -188,15 +193,15 @@ void retrieved_backward(const Backward& pass, const View& d_retrieved) {
         constexpr int NV = decltype(vectors)::value;
         const int64_t j = index * width;
         StateBlock<A, NV> block(size.Dk, std::min(width, size.Dv - j), d_final.matrix(h, j), {nullptr, 0, 0}, work);
-        RetrieveBackward<A, NV, Kind<fades, erases>>{block,
-                                                     L,
-                                                     inputs.at(h, 0, j).reversed(L),
-                                                     d_out.tokens(h).from(j).reversed(L),
-                                                     retrieved.tokens(h).from(j).reversed(L),
-                                                     to.tokens(h).from(j).reversed(L),
-                                                     d_rate.rates(h).reversed(L),
-                                                     add,
-                                                     work + size.Dk * width}
+        RetrieveBackward<A, NV, Kind<fades, erases>>{.block = block,
+                                                     .length = L,
+                                                     .in = inputs.at(h, 0, j).reversed(L),
+                                                     .d_out = d_out.tokens(h).from(j).reversed(L),
+                                                     .retrieved = retrieved.tokens(h).from(j).reversed(L),
+                                                     .d_retrieved = to.tokens(h).from(j).reversed(L),
+                                                     .d_rate = d_rate.rates(h).reversed(L),
+                                                     .add = add,
+                                                     .scratch = work + size.Dk * width}
             .run();
       });
     });
