@@ -369,7 +369,8 @@ def test_the_files_of_a_rule_are_written_once(tmp_path, work):
     """By the command of the front page."""
     MY_RULE["main"](tmp_path)
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
-    assert {*map(str, written)} == {"my_plugin/leaky.py", "my_plugin/__init__.py", "recipes/quickstart/conf/leaky.yaml"}
+    confs = (f"recipes/quickstart/conf/{name}.yaml" for name in ("leaky", "leaky_delta"))
+    assert {*map(str, written)} == {"my_plugin/leaky.py", "my_plugin/__init__.py", *confs}
     assert (work / "my_plugin/leaky.py").read_text() == (tmp_path / "my_plugin/leaky.py").read_text()
     with pytest.raises(SystemExit, match="must not exist yet, got one"):
         MY_RULE["main"](tmp_path)

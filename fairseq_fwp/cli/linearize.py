@@ -31,7 +31,7 @@ from fairseq_fwp.checkpoints.linearize.options import ATTENTION_OPTIONS, METHOD,
 from fairseq_fwp.checkpoints.pretrained import OURS, read
 from fairseq_fwp.cli import make_parser, one_sentence, start_logging
 from fairseq_fwp.cli.loading import import_plugin
-from fairseq_fwp.patches.options import Settings
+from fairseq_fwp.patches.options import Settings, flag
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     add("--vocabulary", type=Path, metavar="FILE", help="dict.txt, or a folder of dictionaries")
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the results")
     for name in LANGUAGES:
-        add(f"--{name}", metavar="LANG", help="of translation, where the checkpoint does not say it")
+        add(flag(name), metavar="LANG", help="of translation, where the checkpoint does not say it")
     add_attention_flags(command)
     return command
 

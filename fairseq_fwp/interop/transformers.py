@@ -12,6 +12,7 @@ and these are replaced; tensors on other devices still get transformers' own. Pa
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any, Protocol
@@ -92,7 +93,9 @@ def _replace_xlstm() -> None:
     """Replace the backend of xLSTM, and the sizes of its cache, which are not those of its layers."""
     from transformers.models.xlstm import configuration_xlstm, modeling_xlstm
 
-    if "xLSTMBackend" not in vars(modeling_xlstm):  # the layers are those of the package xlstm, with its own kernels
+    if "xLSTMBackend" not in vars(modeling_xlstm):
+        reason = "transformers takes the layers of the package xlstm as they are: pip uninstall xlstm for ours"
+        warnings.warn(f"xLSTM does not run on fairseq_fwp: {reason}.", stacklevel=4)
         return
     backend = modeling_xlstm.xLSTMBackend
     _replace(backend, "forward", _xlstm_backend(backend.forward))

@@ -52,7 +52,7 @@ def compose(arguments: list[str]) -> Recipe:
     parser.add_argument("--pairs", choices=PAIRS, required=True, help=hidden)
     parser.add_argument("--merges", type=int, required=True, help=hidden)
     parser.add_argument("--words", default="", help=hidden)  # flags of fairseq-preprocess
-    parser.add_argument("--search", default="", help=hidden)  # flags of fairseq-generate
+    parser.add_argument("--search", default="", metavar="FLAGS", help="flags of fairseq-generate, such as '--beam 5'")
     average = "evaluate the mean of the last N checkpoints, not the best checkpoint"
     parser.add_argument("--average", type=positive, metavar="N", help=average)
     args = parser.parse(arguments)

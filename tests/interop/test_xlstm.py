@@ -97,6 +97,13 @@ def test_modes_of_training_take_any_length_and_states_come_together():
             backend(x, x, x, x[..., 0], x[..., 0], x[:, :, :8])
 
 
+def test_the_package_xlstm_is_said_to_be_used(monkeypatch):
+    """transformers then takes its layers, and has no backend to replace."""
+    monkeypatch.delattr(transformers.models.xlstm.modeling_xlstm, "xLSTMBackend")
+    with pytest.warns(UserWarning, match="xLSTM does not run on fairseq_fwp: .* pip uninstall xlstm for ours"):
+        use_in_transformers().undo()
+
+
 def test_our_attention_is_that_of_xlstm():
     """That of `--decoder-update-rule mlstm`, with weights of transformers; the first gates are those of public code."""
     theirs = build(torch.float64, norm_reduction_force_float32=False).backbone.blocks[1].mlstm_layer

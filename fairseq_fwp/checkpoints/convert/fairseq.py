@@ -205,7 +205,7 @@ def keep_translation(tensors: Mapping[str, Tensor], words: dict[str, list[str]],
     """Return the same model as `fwp_transformer`: the parameters have the same names."""
     for name, side in zip(LANGUAGES, ("encoder", "decoder"), strict=True):
         if (language := options.get(name)) is None:
-            raise ValueError(f"the checkpoint does not name its languages: give --{name}, one of {', '.join(words)}")
+            raise ValueError(f"the checkpoint names no languages: give {flag(name)}, one of {', '.join(words)}")
         if language not in words:
             raise ValueError(f"dict.{language}.txt is missing: give the folder that holds it with --vocabulary")
         check_vocabulary(tensors, len(words[language]), side, f"dict.{language}.txt", "the folder of the data")
@@ -246,7 +246,7 @@ LM = Source(
 )
 FWP_LM = Source({}, read_ours, keep, dictionary_words)
 TRANSLATION = Source(
-    {name: Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES},
+    {name.replace("_", "-"): Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES},
     partial(read, models=TRANSLATION_MODELS),
     keep_translation,
     words_of_languages,

@@ -226,8 +226,8 @@ def test_files_that_do_not_fit(saved):
     saved.refuses(r"must be transformer or fwp_transformer, got .*: fwp-convert --help lists")
     saved.settings.arch, saved.languages = "transformer", known | dict.fromkeys(("source_lang", "target_lang"))
     saved.save()
-    saved.refuses("does not name its languages: give --source_lang, one of de, en")
-    saved.check_same("--source_lang", "en", "--target_lang", "de")
+    saved.refuses("names no languages: give --source-lang, one of de, en")
+    saved.check_same("--source-lang", "en", "--target-lang", "de")
     saved.languages, saved.out = known, folder / "again"
     saved.save()
     with (folder / "dict.de.txt").open("a") as file:
