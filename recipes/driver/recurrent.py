@@ -152,6 +152,12 @@ class Published(Data):
         return None if self.vocabulary else tokens.read(self.model)
 
     @property
+    def end_of_text(self) -> str:
+        """The token that ends a text: --end, or the number in whose place the source's dictionary has </s>."""
+        known = {line.split(" ")[0] for line in read_lines(self.converted / "dict.txt")}
+        return self.end or next(number for number in map(str, range(len(known) + 1)) if number not in known)
+
+    @property
     def length(self) -> int:
         """The tokens of a sample of the source."""
         return int(value_of(flags_of(self.converted), "--tokens-per-sample"))
@@ -193,7 +199,7 @@ class Published(Data):
         """Write the text in tokens of the source. Raises RecipeError if most of them are unknown."""
         (work / "text").mkdir()
         for split, path in zip(SPLITS, self.files, strict=True):
-            tokens.write(path, work / "text" / f"{split}.txt", self.tokenizer, self.by_lines, self.end)
+            tokens.write(path, work / "text" / f"{split}.txt", self.tokenizer, self.by_lines, self.end_of_text)
         preprocess_text(work / "text", work / "bin", "--srcdict", self.converted / "dict.txt")
         check_known(work / "preprocess.log", self.converted / "dict.txt")
         remove(work / "text" / "train.txt")

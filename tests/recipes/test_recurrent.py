@@ -184,6 +184,9 @@ def test_pieces_of_a_raw_text(tmp_path, by_lines, expected):
     assert [read.decode([int(number) for number in line.split()]) for line in lines] == expected
     tokens.write(tmp_path / "x.txt", tmp_path / "out.txt", None, by_lines, end="b")
     assert (tmp_path / "out.txt").read_text() == "a\nc\n<|endoftext|>\nd\n"
+    (tmp_path / "y.txt").write_text("b a b b c b\nb\n")  # it may also stand before a text, and between two
+    tokens.write(tmp_path / "y.txt", tmp_path / "out.txt", None, by_lines, end="b")
+    assert (tmp_path / "out.txt").read_text() == "a\nc\n"
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(RecipeError, match="must have text, got none"):
         tokens.write(tmp_path / "empty.txt", tmp_path / "none.txt", read, by_lines)

@@ -1,11 +1,12 @@
 """Raw text as numbers of a published model's tokens, a line or a document a line, and back, by the files of its folder.
 
-In raw text a line <|endoftext|> separates two documents; everything else is text, line ends included.
+In raw text a line <|endoftext|> separates two documents, as the model's own end token does anywhere. All else is text.
 fairseq-preprocess ends each line of the result with </s>, which stands for that mark.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,19 +85,26 @@ def read_gpt2(folder: Path) -> Tokenizer:
 def write(text: Path, out: Path, tokenizer: Tokenizer | None, by_lines: bool, end: str | None = None) -> None:
     """Write a line of tokens for each line of a text, or for each of its documents. Raises RecipeError without text.
 
-    end: the token that ends a text, which is left out at the end of a line: fairseq-preprocess puts </s> there.
+    end: the token that ends a text, in whose place a line ends: fairseq-preprocess puts </s> there.
     """
     count = 0
     with whole(out) as work:
         with work.open("w", encoding="utf-8", newline="\n") as file:
             for piece in pieces(text, tokenizer, by_lines):
                 tokens = piece.split() if tokenizer is None else [str(number) for number in tokenizer.encode(piece)]
-                tokens = tokens[:-1] if end is not None and tokens[-1:] == [end] else tokens
-                count += len(tokens)
-                file.write(" ".join(tokens) + "\n")
+                for own in texts(tokens, end):
+                    count += len(own)
+                    file.write(" ".join(own) + "\n")
         if not count:
             raise RecipeError(f"{text} must have text, got none.")
     print(f"{out.name.removesuffix('.txt')}: {count:,} tokens")
+
+
+def texts(tokens: Sequence[str], end: str | None) -> Iterator[list[str]]:
+    """Yield the texts of a line or document, between the tokens that end one. None of them is empty."""
+    for ends, text in groupby(tokens, lambda token: token == end):
+        if not ends:
+            yield list(text)
 
 
 def pieces(text: Path, tokenizer: Tokenizer | None, by_lines: bool) -> Iterator[str]:
