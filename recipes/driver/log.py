@@ -183,8 +183,8 @@ class Progress:
 
 
 def said(numbers: dict[str, float]) -> str:
-    """Return the perplexity, in at least three digits, or the loss if a criterion has none."""
+    """Return the perplexity, in at least three digits, or the loss, in four, if a criterion has none."""
     if "ppl" not in numbers and "loss" in numbers:
-        return f"loss {numbers['loss']:8.4f}"
+        return f"loss {numbers['loss']:#8.4g}"
     ppl = numbers.get("ppl", math.nan)
     return f"ppl {ppl:8.{2 if ppl < 10 else 1}f}"

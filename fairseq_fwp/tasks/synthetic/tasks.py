@@ -261,6 +261,13 @@ class FwpSequenceProblemsConfig(FairseqDataclass):
     seed: int = II("common.seed")
 
 
+# Options that one problem has.
+OF_ONE_PROBLEM = {
+    **dict.fromkeys(["pairs", "symbols", "double_pairs_every"], "mqar"),
+    **dict.fromkeys(["variables", "published_labels"], "code_execution"),
+}
+
+
 @register_task("fwp_sequence_problems", dataclass=FwpSequenceProblemsConfig)
 class FwpSequenceProblemsTask(GeneratedTask):
     """State tracking and recall for any language model: predict a label for some tokens of a sequence.
@@ -277,6 +284,9 @@ class FwpSequenceProblemsTask(GeneratedTask):
 
     def __init__(self, cfg: FwpSequenceProblemsConfig) -> None:
         super().__init__(cfg)
+        for name, problem in OF_ONE_PROBLEM.items():
+            usual = getattr(cfg, name) == getattr(FwpSequenceProblemsConfig, name)
+            check(usual or problem == cfg.problem, f"--problem must be {problem} with {flag(name)}, got {cfg.problem}")
         # Answers are symbols too.
         self.dictionary = self.source_dictionary = self.target_dictionary = Dictionary()
         for symbol in range(self.problem.symbols(self.setting(True))):
@@ -308,7 +318,6 @@ class FwpSequenceProblemsTask(GeneratedTask):
         enough = f"{flag} must be at least {fewest} for {kind} of at least {shortest or 1}"
         check(length >= fewest, f"{enough}, got {length}")
         doubles = cfg.double_pairs_every is not None
-        check(kind == "mqar" or not doubles, f"--problem must be mqar with --double-pairs-every, got {kind}")
         both = "--repeat-sequences must be left out with --double-pairs-every, which needs new sequences"
         check(not (doubles and cfg.repeat_sequences), both)
         check(cfg.variables <= len(VARIABLES), f"--variables must be at most {len(VARIABLES)}, got {cfg.variables}")

@@ -285,6 +285,7 @@ REFUSED = [
      "--valid-length must be more than 2 x --pairs = 16"),
     (problems, {"problem": "mqar", "double_pairs_every": 0}, "--double-pairs-every must be at least 1, got 0"),
     (problems, {"double_pairs_every": 2}, "--problem must be mqar with --double-pairs-every, got parity"),
+    (problems, {"published_labels": True}, "--problem must be code_execution with --published-labels, got parity"),
     (problems, {"problem": "mqar", "double_pairs_every": 2, "repeat_sequences": True}, "--repeat-sequences must be"),
     (problems, {"length": 1025}, "--length must be at most --tokens-per-sample = 1024 for parity, got 1025"),
     (problems, {"problem": "code_execution", "valid_length": 114}, "--valid-length must be .* = 1024 / 9, .*, got 114"),
@@ -293,7 +294,7 @@ REFUSED = [
     (problems, {"problem": "listops", "shortest": 2, "length": 5}, "--shortest must be left out for listops, .* got 2"),
     (problems, {"valid_length": 7, "valid_shortest": 8}, "--valid-length must be at least 8 for parity .* 8, got 7"),
     (problems, {"problem": "abab_star", "shortest": 6, "length": 7}, "--length must be at least 8 .* of at least 6"),
-    (problems, {"variables": 6}, "--variables must be at most 5, got 6"),
+    (problems, {"problem": "code_execution", "variables": 6}, "--variables must be at most 5, got 6"),
     (lambda: retrieval().get_batch_iterator(loaded(retrieval(), "train"), max_tokens=100), {}, "--batch-size"),
 ]  # fmt: skip
 
