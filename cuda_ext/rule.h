@@ -11,6 +11,8 @@
 //   a, z   the decays along the keys and along the values; by head, a is one number
 //   b      the rate of a write             e         the error v - k W, or v if nothing is erased
 //   y, x   of a removal: what y retrieves (removal_key) is subtracted under x (removal)
+//   r      what is retrieved: k W, so that e = v - r, or y W
+//   n, m   key and value of any write: k with b e or b v, and of a removal also x with -r
 //   d_q    the gradient of q               G         that of W_t, through all reads of it or of a later state
 //
 // In chunks, W is the state before the chunk and W_C that after it. F_ts and Z_ts are the products of a and z of tokens s + 1 to

@@ -8,10 +8,6 @@
 
 namespace fwp {
 
-// Tokens that share one pass over the state. Two tokens were as fast as four if the tokens lie in the cache, and 25 %
-// faster for thousands of tokens that do not.
-constexpr int kDeltaTokens = 2;
-
 // The kFewRows of these passes.
 constexpr int64_t kDeltaFewRows = 16;
 

@@ -1,8 +1,8 @@
-// The delta rule on the first tokens of a sequence without an initial state, in quadratic form. Let N_ts = k_t . k_s
-// and S_ts = q_t . k_s.
-//   The error is   e_t   = v_t - sum over s < t of N_ts u_s,
+// The delta rule on the first tokens of a sequence without an initial state, in quadratic form. Let A_ts = k_t . k_s
+// and P_ts = q_t . k_s (../rule.h has the symbols).
+//   The error is   e_t   = v_t - sum over s < t of A_ts u_s,
 //   the write is   u_t   = b_t e_t,
-//   the output is  out_t = sum over s <= t of S_ts u_s.
+//   the output is  out_t = sum over s <= t of P_ts u_s.
 // Only the last state is computed. ../cpu.md derives the backward pass.
 // Each sum runs only over the tokens that the rule allows, so nothing is masked by multiplying with zero.
 #pragma once

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "../rule.h"
-#include "delta.h"
+#include "state_block.h"
 
 namespace fwp {
 

@@ -1,15 +1,16 @@
 // Rules that forget, on chunks of kChunkTokens tokens. Between chunks the state moves once, by products of matrices;
 // inside a chunk the tokens see each other in quadratic form. ../cpu.md derives both passes.
 //
-// A writer is a sequence of keys x_s with values m_s: the keys of the rule, and those of a removal, whose values are
-// -e_s. With X_ts = x_s * F_ts (../rule.h has the symbols),
+// A writer is a sequence of keys n_s with values m_s: the keys of the rule, and those of a removal. `r` is what a token
+// retrieves. F[t][s], N_ts = n_s * F_ts: ../rule.h has the symbols; F[t][-1] is c_t. A program of one chunk:
 //
-//     e_t = (y_t * c_{t-1}) W + sum over writers and s < t of (y_t . X_{t-1,s}) m_s        what a token retrieves
-//     out_t = (q_t * c_t) W + sum over writers and s <= t of (q_t . X_ts) m_s
-//     W_C = c_C^T * W + sum over writers and s of X_Cs^T m_s
-//
-// If values decay too, they fade like keys: V_ts = v_s * Z_ts stands for m_s in out_t, V_Cs in W_C, and W as token t
-// sees it has the factor z_1 * ... * z_t.
+//     for t in range(L):
+//         reader = a[t] * k[t] if erases else y[t]
+//         r[t] = (reader * F[t - 1][-1]) @ W + sum(reader @ (n[s] * F[t - 1][s]) * m[s] for n, m in writers for s in range(t))
+//         written[t], removed[t] = b[t] * (v[t] - r[t] if erases else v[t]), -r[t]
+//         out[t] = (q[t] * F[t][-1]) @ W * Z[t][-1]
+//         out[t] += sum(q[t] @ (n[s] * F[t][s]) * m[s] * Z[t][s] for n, m in writers for s in range(t + 1))
+//     W = outer(F[t][-1], Z[t][-1]) * W + sum(outer(n[s] * F[t][s], m[s] * Z[t][s]) for n, m in writers for s in range(L))
 //
 // Decays are only multiplied, one factor a token: nothing is divided, and nothing is masked by multiplying with zero.
 #pragma once
@@ -35,15 +36,15 @@ template <typename A, int NV>
 FWP_INLINE void multiply(Group<A, NV>& x, const Group<A, NV>& factor) {
   FWP_UNROLL for (int n = 0; n < NV; ++n) x.x[n] *= factor.x[n];
 }
-// From X_{t-1,s} to X_ts for four s, of which `earlier` are before t; x and a of token t.
+// From N_{t-1,s} to N_ts for four s, of which `earlier` are before t; key and decay of token t.
 template <int earlier, typename A, int NV>
-FWP_INLINE void advance(const A* x, const A* f, Group<A, NV> (&faded)[kTileRows]) {
+FWP_INLINE void advance(const A* key, const A* decay, Group<A, NV> (&faded)[kTileRows]) {
   if constexpr (earlier > 0) {
     Group<A, NV> fade;
-    fade.load_from(f, NV * kLanes<A>);
+    fade.load_from(decay, NV * kLanes<A>);
     FWP_UNROLL for (int m = 0; m < earlier; ++m) multiply(faded[m], fade);
   }
-  if constexpr (earlier < kTileRows) faded[earlier].load_from(x, NV * kLanes<A>);
+  if constexpr (earlier < kTileRows) faded[earlier].load_from(key, NV * kLanes<A>);
 }
 
 // What both passes over one head need: keys, decays, the writers of a chunk and the change of the state. All arrays of a chunk
@@ -63,9 +64,9 @@ class ForgetChunk {
   template <Fades, Erases>
   friend class ForgetTiles;
   struct Writer {
-    Tokens<const A> key;                // x_s
-    Tokens<A> own_key, last, value;     // X_Cs, m_s
-    Tokens<A> with_query, with_reader;  // q_t . X_ts and y_t . X_{t-1,s}
+    Tokens<const A> key;                // n_s
+    Tokens<A> own_key, last, value;     // N_Cs, m_s
+    Tokens<A> with_query, with_reader;  // P and A: q_t . N_ts and y_t . N_{t-1,s}
   };
   static constexpr int kWriters = kRemoves ? 2 : 1;
   // Vectors of columns that are processed together if two kinds of sums need registers.
@@ -76,7 +77,7 @@ class ForgetChunk {
   int64_t count_ = 0, rows_ = 0;                // tokens of the chunk, and in groups: the others do nothing
   Tokens<A> state_;                             // W
   Tokens<const A> query_, reader_, fade_;       // q_t, y_t, a_t
-  Tokens<const A> error_, value_fade_;          // v_t, or v_t - e_t of a rule that erases with its key; z_t
+  Tokens<const A> error_, value_fade_;          // v_t, or v_t - r_t of a rule that erases with its key; z_t
   Tokens<A> seen_query_, seen_reader_;          // q_t * c_t and y_t * c_{t-1}
   Tokens<A> read_;                              // (q_t * c_t) W
   Writer writer_[kWriters];

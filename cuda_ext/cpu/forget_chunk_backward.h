@@ -77,12 +77,12 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
   Tokens<A> d_state_, state_of_value_;  // the gradient of W, and W^T
   bool d_empty_ = false;                // whether that gradient is zero: products with it are not needed
   Tokens<const A> d_read_;              // d_out_t
-  Tokens<A> seen_d_read_, d_found_;     // d_out_t * Z_t and the gradient of e_t
+  Tokens<A> seen_d_read_, d_found_;     // d_out_t * Z_t and the gradient of r_t
   Tokens<A> d_query_, d_reader_, d_fade_, d_seen_query_, d_seen_reader_;
   WriterGradients d_writer_[kWriters];
   Tokens<A> d_total_, d_total_of_value_;
   Tokens<A> own_d_query_, own_d_reader_, own_d_fade_, own_d_read_, own_d_value_, own_d_value_fade_;
-  Tokens<A> faded_;                     // X_ts of four s and a few columns, for every t
+  Tokens<A> faded_;                     // N_ts of four s and a few columns, for every t
 
   // The gradients of the chunk's tokens, and of the state before it if `needed`, from d_out and that of the state after
   // it. `empty`: the state before it is zero.
@@ -243,7 +243,7 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
   };
   struct Faded {
     Tokens<const A> x;
-    Tokens<A> d_last, d_x, d_with_query, d_with_reader;
+    Tokens<A> d_last, d_key, d_with_query, d_with_reader;
   };
 
   // Call f(t, how many of the tokens s to s + 3 are before t) for t from the last token back to s.
@@ -292,7 +292,7 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
     }
   }
 
-  // The same for X_ts: also the gradients of the four keys from s on.
+  // The same for N_ts: also the gradients of the four keys from s on.
   template <bool kKeys, int NV>
   FWP_INLINE void differentiate_writer(const Side& side, const Faded& w, int64_t s, int64_t i) {
     constexpr int64_t width = NV * kLanes<A>;
@@ -338,7 +338,7 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
         d_fade.store_to(side.d_fade[t] + i, width);
         if constexpr (kKeys && kRetrieves) d_own.store_to(d_reader_[t] + i, width);
       }
-      if constexpr (before < kTileRows) gradient[before].store_to(w.d_x[t] + i, width);
+      if constexpr (before < kTileRows) gradient[before].store_to(w.d_key[t] + i, width);
     });
   }
 

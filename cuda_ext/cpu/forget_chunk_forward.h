@@ -68,7 +68,7 @@ class ForgetChunkForward : public ForgetChunk<A, fades, erases> {
       Base::expect, Base::fade_values, Base::fill, Base::input, Base::load_values, Base::output, Base::prepare,
       Base::rate_at, Base::score, Base::take_values, Base::whole_panels;
 
-  Tokens<A> found_;                                          // e_t
+  Tokens<A> found_;                                          // r_t
   A decay_so_far_[kChunkTokens], last_decay_[kChunkTokens];  // by head: c_t and w_t
   Tokens<A> scaled_;                                         // by head: w_t m_t
 

@@ -28,6 +28,9 @@ constexpr bool kManyRegisters = false;
 #endif
 // Tokens that share one pass over the state, which keeps up to three vectors per token and column group in registers.
 constexpr int kPassTokens = kManyRegisters ? 4 : 2;
+// The same where a write depends on what the state retrieves. Two were as fast as four if the tokens lie in the cache, and 25 %
+// faster for thousands of tokens that do not.
+constexpr int kDeltaTokens = 2;
 
 FWP_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

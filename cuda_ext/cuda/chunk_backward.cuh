@@ -78,7 +78,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       memory.relay.wait_for_team(team);
       if (kRates && of_team > 0) this->store_sums(d_rate, last - i + this->teams, own.d_rate);
       if (i + this->teams < chunks) next = fill(memory.starts, own.stages[of_team + 1], last - i - this->teams);
-      use(i, memory.starts[3], chunk, own, memory.relay, g);
+      run_chunk(i, memory.starts[3], chunk, own, memory.relay, g);
     }
     if constexpr (kRates) {
       memory.relay.wait_for_team(team);
@@ -98,7 +98,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
 
   // The chunk before which i are between it and the end of the segment: the transposes of d_U and D, and the gradient of the
   // state before the chunk.
-  FWP_DEVICE void use(int i, const char* errors, const Stage& chunk, const OfTeam& own, const Turns& relay,
+  FWP_DEVICE void run_chunk(int i, const char* errors, const Stage& chunk, const OfTeam& own, const Turns& relay,
                       State& g) const {
     const int team = this->team(), warp = this->warp();
     const int64_t n = this->end() - 1 - i;
@@ -184,7 +184,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       chunk.d_out.left_transposed(t * kBlock, this->own_column(), d_read[t][0]);
     if constexpr (kFades) {
-      this->fade(g, chunk.decays.whole());
+      this->fade(g, chunk.decays.total());
       FWP_UNROLL for (int t = kChunkBlocks; t-- > 0;) {
         Product faded[1];
         Factor left[1][kExact];

@@ -94,7 +94,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       memory.relay.wait_for_team(team);
       if (i + this->teams < chunks)
         next = fill(memory.starts, own.stages[of_team + 1], this->begin() + i + this->teams);
-      use(i, memory.starts[2], chunk, own.scores, memory.relay, state);
+      run_chunk(i, memory.starts[2], chunk, own.scores, memory.relay, state);
     }
   }
 
@@ -110,7 +110,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   FWP_DEVICE bool rebuilds() const { return !kFades && states.data; }
 
   // Chunk i of the segment.
-  FWP_DEVICE void use(int i, const char* errors, const Stage& chunk, const Scores& scores, const Turns& relay,
+  FWP_DEVICE void run_chunk(int i, const char* errors, const Stage& chunk, const Scores& scores, const Turns& relay,
                       typename Pass::State& state) const {
     const Decays& decays = chunk.decays;
     if (!rebuilds())
@@ -161,7 +161,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
         this->fade_columns(t * kBlock, found[t], [&](int s) { return decays.to_end(s); });
       this->split_writes(found, write);
-      this->fade(state, decays.whole());
+      this->fade(state, decays.total());
     }
     this->template write<false>(state, write, chunk.key);
     relay.give(is_last, team, warp, state);

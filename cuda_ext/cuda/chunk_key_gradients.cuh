@@ -50,7 +50,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
     float *in_group, *d_rate, *d_decay;  // dP_ts or dA_ts of each group at (s, t); (warps, 32); the same, of a decay by head
     Scratch* scratch;
     KeyTokens<kIn, false> others;  // where values fade: d_out, V and z
-    float* whole;             // the products of all z
+    float* total;             // the products of all z
     float* aside;             // two places for numbers of each thread
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyGradients& pass)
@@ -60,7 +60,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
           d_decay(carver.take<float>(kIn == 1 || pass.by_key ? 0 : pass.warps * kChunkTokens)),
           scratch(carver.take<Scratch>(pass.warps)),
           others(carver, kFadesValues ? pass.value_columns() : 0, pass.query.type, pass.value_decay.type, true),
-          whole(carver.take<float>(kFadesValues ? pass.value_columns() : 0)),
+          total(carver.take<float>(kFadesValues ? pass.value_columns() : 0)),
           aside(carver.take<float>(kRemoves ? 2 * pass.warps * kWarp * kSpan * 2 : 0)) {
       FWP_UNROLL for (Shared& x : value) x = carver.matrix(kChunkTokens, pass.value_columns());
       FWP_UNROLL for (Shared& x : d_out) x = carver.matrix(kChunkTokens, pass.value_columns());
@@ -188,8 +188,8 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
         put_parts(written, memory.value, own_token(t), i);
       }
       FWP_UNROLL for (int e = 0; e < 2; ++e) {
-        const float whole = values.product(e);
-        if (group() == 0) memory.whole[i + e] = whole;
+        const float total = values.product(e);
+        if (group() == 0) memory.total[i + e] = total;
       }
     }
   }
@@ -228,7 +228,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
   // its own token, and of a removal not its decay. The terms of a writer and the states belong to the other reader, Q, and those
   // of a reader to its first writer.
   template <bool kErased>
-  FWP_DEVICE void add_terms(int64_t n, const Columns& d_out, const Columns& value, bool first, const Memory& memory,
+  FWP_DEVICE void add_terms(int64_t n, const Columns& d_out, const Columns& value, bool of_first_writer, const Memory& memory,
                             Slice& slice) const {
     constexpr bool kBefore = kErased && kRemoves;
     __syncthreads();  // for the terms before
@@ -239,7 +239,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
     __syncthreads();
     DProducts d_products;
     clear(d_products.from_start), clear(d_products.to_end);
-    use_states<kErased>(n, d_out, value, first, memory, slice, d_products);
+    use_states<kErased>(n, d_out, value, of_first_writer, memory, slice, d_products);
     separate<2, kBefore>(slice, d_products);
     add_blocks<2, kBefore>(memory, slice, d_products);
     separate<1, kBefore>(slice, d_products);
@@ -286,10 +286,10 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
 
   // Products by rows of the state or its gradient, both also multiplied with each other.
   template <bool kErased>
-  FWP_DEVICE void use_states(int64_t n, const Columns& d_out, const Columns& value, bool first, const Memory& memory,
+  FWP_DEVICE void use_states(int64_t n, const Columns& d_out, const Columns& value, bool of_first_writer, const Memory& memory,
                              Slice& slice, DProducts& d_products) const {
     constexpr bool kBefore = kErased && kRemoves, kOfWriter = !kErased;
-    if (!kOfWriter && !first) return;
+    if (!kOfWriter && !of_first_writer) return;
     const int64_t numbers = int64_t(this->size.rows) * this->size.columns, whole = this->size.length / kChunkTokens;
     const float* const state = n > 0 ? kept + (this->head() * whole + n - 1) * numbers
                                      : initial ? initial + this->head() * numbers : nullptr;
@@ -300,26 +300,26 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
     FWP_UNROLL_BY(1) for (int j = 0; j < this->value_columns(); j += kBlock) {
       Factor before[kOfResults], after[kOfResults];
       Product s, g;
-      if (first) load_block(state, j, s);
+      if (of_first_writer) load_block(state, j, s);
       if constexpr (kOfWriter) {
         load_block(gradient, j, g);
-        if (first)
+        if (of_first_writer)
           FWP_UNROLL for (int h = 0; h < 2; ++h)
             FWP_UNROLL for (int i = 0; i < 4; ++i) {
-              const float z = kFadesValues ? memory.whole[j + i / 2 * 8 + pair() + i % 2] : 1;
+              const float z = kFadesValues ? memory.total[j + i / 2 * 8 + pair() + i % 2] : 1;
               d_whole[h] = fma(kFadesValues ? z * s[h][i] : s[h][i], g[h][i], d_whole[h]);
             }
         split(g, after);
       }
-      if (first) split(s, before);
+      if (of_first_writer) split(s, before);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-        if (first) multiply_columns(d_out, t, j, before, of_reader[t]);
+        if (of_first_writer) multiply_columns(d_out, t, j, before, of_reader[t]);
         if constexpr (kOfWriter) multiply_columns(value, t, j, after, of_writer[t]);
       }
     }
     KeyNumbers z;
     const DecayProducts<kChunkTokens / kSpan, kBefore> products(slice.keys);
-    if (first) {
+    if (of_first_writer) {
       scratch(memory).template exchange<true>(of_reader, z);
       for_numbers([&](int t, int e) {
         slice.d_reader[t][e] += products.from_start[t][e] * z[t][e];
@@ -333,7 +333,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
         d_products.to_end[t][e] = slice.keys.writer[t][e] * z[t][e];
       });
     }
-    if (!kOfWriter || !first) return;
+    if (!kOfWriter || !of_first_writer) return;
     float* const sums = &scratch(memory).numbers[0][0];
     FWP_UNROLL for (int h = 0; h < 2; ++h) {
       FWP_UNROLL for (int distance = 1; distance < 4; distance *= 2)
@@ -438,13 +438,13 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
     const DecayProducts<kGroups, kBefore> products(slice.keys);
     const bool read = reads<kGroups>();
     FWP_UNROLL for (int e = 0; e < 2; ++e) {
-      const float whole = slice.keys.whole[kGroups - 1][e];
+      const float neighbor = slice.keys.neighbor[kGroups - 1][e];
       float d_whole = 0;
       FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
         float &d_start = d_products.from_start[t][e], &d_end = d_products.to_end[t][e];
         d_whole = fma(read ? d_start : d_end, read ? products.from_start[t][e] : products.to_end[t][e], d_whole);
-        d_start *= read ? whole : 1;
-        d_end *= read ? 1 : whole;
+        d_start *= read ? neighbor : 1;
+        d_end *= read ? 1 : neighbor;
       }
       if constexpr (kGroups > 1) d_whole += __shfl_xor_sync(0xffffffffu, d_whole, kSpan);
       d_whole = __shfl_xor_sync(0xffffffffu, d_whole, kGroups * kSpan);

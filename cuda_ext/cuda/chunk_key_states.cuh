@@ -23,8 +23,9 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   static constexpr bool kFinds = kSolves || (kReverse && !kFadesValues);  // D, or what E takes away
   static constexpr bool kGives = kRemoves && kReverse;                    // d_V next to D
   static constexpr bool kAligned = !kErases;  // what is written under keys: nothing corrects its errors (see grid_of)
-  static constexpr int kQueryParts = kReverse ? kExact : kReads ? kOfResults : 0;
-  static constexpr int kKeyParts = !kReverse || kErases ? kExact : kGives || (kFinds && !kRemoves) ? kOfResults : 0;
+  static constexpr bool kScored = !(kReverse && kFadesValues);  // whether stored scores are used
+  static constexpr int kQueryParts = kReverse ? kExact : kOfResults;
+  static constexpr int kKeyParts = !kReverse || kErases ? kExact : kFadesValues ? 0 : kOfResults;
   static constexpr int kEraserParts = kSolves ? kExact : 0, kRemovalParts = kRemoves ? kExact : 0;
   static constexpr int kParts = kSolves ? kExact : kOfReads;  // of a state that is read, and of E
 
@@ -38,13 +39,6 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   float* error;        // (heads, tokens, columns): E, or of a removal what y retrieves
   float* ends;         // if given, only the ends of segments are computed: see store_ends()
 
-  // Whether a part of the stored scores is used.
-  FWP_BOTH static constexpr bool wants(int matrix) {
-    if (matrix < Pass::kErased) return kReads || kGives || (kReverse && kFinds && !kRemoves);  // P
-    if (matrix < Pass::kReadRemoved) return true;                                              // A, or Y
-    return matrix < Pass::kFound ? kReads || kReverse : kGives || !kReverse;                   // X, and R
-  }
-
   struct Stage {
     ValueTile<kIn> value;
     TokenVectors<HalfOf<kIn>> value_decay;
@@ -53,20 +47,20 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     FWP_BOTH Stage(Carver& carver, const ChunkKeyStates& pass)
         : value(carver, kChunkTokens, pass.block_columns(), pass.value.type),
           value_decay(carver, kFadesValues ? kChunkTokens : 0, pass.block_columns(), pass.value_decay.type) {
-      FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices; ++m)
-        if (wants(m)) scores[m] = carver.matrix(kChunkTokens, kChunkTokens);
+      FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices && kScored; ++m)
+        scores[m] = carver.matrix(kChunkTokens, kChunkTokens);
     }
   };
   // Scaled tokens in parts: c Q, w K, what erases (c K or c- y), and w x.
   struct OfTeam {
     Grouped<Bfloat16> query[kExact], key[kExact], eraser[kExact], removal[kExact];
-    float* whole;                   // c_C
+    float* total;                   // c_C
     WarpScratch<kOfResults>* scratch;  // of each warp, to exchange numbers
     typename Pass::Tokens tokens;
     Stages<Stage, ChunkKeyStates> stages;
 
     FWP_BOTH OfTeam(Carver& carver, const ChunkKeyStates& pass)
-        : whole(carver.take<float>(kRows)),
+        : total(carver.take<float>(kRows)),
           scratch(carver.take<WarpScratch<kOfResults>>(kFadesValues ? pass.warps : 0)), tokens(pass.take_tokens(carver)),
           stages(carver, pass) {
       FWP_UNROLL for (int m = 0; m < kExact; ++m) {
@@ -116,7 +110,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
         if (i + this->teams < chunks) next = fill(memory.starts, own, of_team + 1, chunk_of(i + this->teams));
       };
       if constexpr (!kRemoves) fill_next();
-      use(i, own.stages[of_team], own, relay, state, [&] {
+      run_chunk(i, own.stages[of_team], own, relay, state, [&] {
         if constexpr (!kRemoves) return;
         relay.wait_for_team(team);
         scale<false, true>(own.tokens, own);
@@ -144,12 +138,11 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   }
   FWP_DEVICE void bring_scores(int64_t n, const Stage& to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
-    if (!scores) return;  // only states are wanted
+    if (!kScored || !scores) return;  // without scores only states are wanted
     const Bfloat16* const from = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
     FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices; ++m)
-      if (wants(m))
-        FWP_UNROLL_BY(1) for (int at = this->thread(); at < kMatrix / per_piece; at += this->warps * kWarp)
-          copy_later(to.scores[m].at(at / of_row, at % of_row * per_piece), from + m * kMatrix + at * per_piece, true);
+      FWP_UNROLL_BY(1) for (int at = this->thread(); at < kMatrix / per_piece; at += this->warps * kWarp)
+        copy_later(to.scores[m].at(at / of_row, at % of_row * per_piece), from + m * kMatrix + at * per_piece, true);
   }
 
   // What reads the state, what writes to it, or both. The warps share the numbers of a key.
@@ -188,8 +181,8 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
         put_scaled_tokens<kRemovalParts, false>(x, i, memory.removal);
       }
       FWP_UNROLL for (int e = 0; e < 2; ++e) {
-        const float whole = keys.product(e);
-        if (group() == 0) memory.whole[i + e] = whole;
+        const float total = keys.product(e);
+        if (group() == 0) memory.total[i + e] = total;
       }
     }
   }
@@ -220,7 +213,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   // The steps of chunk i. All products are transposed: a warp has its columns in rows. before_writes() is called when the state
   // has been read.
   template <typename F>
-  FWP_DEVICE void use(int i, const Stage& chunk, const OfTeam& memory, const Turns& relay, State& state,
+  FWP_DEVICE void run_chunk(int i, const Stage& chunk, const OfTeam& memory, const Turns& relay, State& state,
                       F before_writes) const {
     const int64_t n = chunk_of(i);
     const bool gives_results = !Pass::kHasSegments || !ends;  // some do not affect the state
@@ -325,7 +318,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   FWP_DEVICE static void change(const OfTeam& memory, const Factor (&value)[kChunkBlocks][kIn],
                                 const Factor (&write)[kChunkBlocks][kParts], State& state) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
-      for_elements(state[i], [&](int, int r, float& x) { x *= memory.whole[i * kBlock + r]; });
+      for_elements(state[i], [&](int, int r, float& x) { x *= memory.total[i * kBlock + r]; });
       if constexpr (kReverse) {
         add_write<kQueryParts, kAligned, false>(value, memory.query, i, state[i]);
         if constexpr (kSolves) add_write<kEraserParts, false, true>(write, memory.eraser, i, state[i]);
@@ -363,18 +356,18 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     Factor write[kChunkBlocks][kExact];
     scratch.exchange(scaled, columns);
     split_rows(columns, write);
-    float whole[2];  // of this lane's columns
+    float total[2];  // of this lane's columns
     FWP_UNROLL for (int e = 0; e < 2; ++e) {
       const float product = values.product(e);
       if (group() == 0) scratch.numbers[0][own_number() + e] = product;
     }
     __syncwarp();
-    FWP_UNROLL for (int r = 0; r < 2; ++r) whole[r] = scratch.numbers[0][line() + 8 * r];
+    FWP_UNROLL for (int r = 0; r < 2; ++r) total[r] = scratch.numbers[0][line() + 8 * r];
     __syncwarp();
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       FWP_UNROLL for (int h = 0; h < 2; ++h)
         FWP_UNROLL for (int e = 0; e < 4; ++e)
-          state[i][h][e] *= memory.whole[i * kBlock + 8 * h + pair() + e % 2] * whole[e / 2];
+          state[i][h][e] *= memory.total[i * kBlock + 8 * h + pair() + e % 2] * total[e / 2];
       add_write<kExact, true, false>(write, kReverse ? memory.query : memory.key, i, state[i]);
     }
     give();

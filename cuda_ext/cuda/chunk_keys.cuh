@@ -1,19 +1,16 @@
 // Shared by the passes on the tensor cores with decays by key, 32 tokens at a time. ../rule.h has the symbols. F_ts, c, w and c_C
-// are vectors along the keys, and K stands for b K.
+// are vectors along the keys; B is b K, which the files of the passes call K. A removal reads with y before the decay of its
+// token, so F_(t-1)s and c- (F_before, c_before) stand for F_ts and c there, and what y retrieves is -E. Only where nothing is
+// erased do values fade (Z, z_C).
 //
-//     P_ts: Q reads K, s <= t       A_ts: K reads K, s < t
+// A program of one chunk (read(Q, F, K) has q_t . (F_ts * k_s); `upto` keeps s <= t, `below` s < t):
 //
-//     gla            E = V                      out = c Q W + P E              W_C = c_C W + (w K)^T E
-//     gated delta    E = V - (c K) W - A E      the same
-//
-// Where values fade, F_ts Z_ts stands for F_ts in P V and in W_C.
-//
-// A removal with y under x reads with y before the decay of its token, so F_(t-1)s and c- stand for F_ts and c there. What y
-// retrieves is -E.
-//
-//     R_ts: y reads K, s < t        Y_ts: y reads x, s < t         X_ts: Q reads x, s <= t
-//
-//     E = -(c- y) W - R V - Y E     out = c Q W + P V + X E     W_C = c_C W + (w K)^T V + (w x)^T E
+//     P, A, X = upto(read(Q, F, B)), below(read(K, F, B)), upto(read(Q, F, x))
+//     R, Y = below(read(y, F_before, B)), below(read(y, F_before, x))
+//     E = -solve(I + Y, (c_before * y) @ W + R @ V) if removes else solve(I + A, V - (c * K) @ W) if erases else V
+//     written, removed = (V, E) if removes else (E, 0 * E)
+//     out = ((c * Q) @ W) * Z_start + fade(P, Z, written) + X @ removed
+//     W = outer(c_C, z_C) * W + (w * B).T @ (w_of_value * written) + (w * x).T @ removed
 //
 // A group has 8 tokens. In one group, a lane multiplies token by token, in float32. Tokens of different groups: let h be 16 if t
 // and s are in different halves of the chunk, otherwise 8. Then s is in an even block of h tokens and t in the odd one after it.
@@ -112,19 +109,19 @@ struct TokenVectors {
   }
 };
 
-// A lane's part of 16 numbers of the keys. whole[n]: the product of all decays of the neighboring block of 2^n groups, in the
+// A lane's part of 16 numbers of the keys. neighbor[n]: the product of all decays of the neighboring block of 2^n groups, in the
 // order of the tokens.
 struct KeySlice {
   KeyNumbers reader, writer, decay;
-  float whole[2][2];
+  float neighbor[2][2];
 
   // All lanes of a warp call it.
   FWP_DEVICE void find_whole() {
     FWP_UNROLL for (int e = 0; e < 2; ++e) {
       float own = decay[0][e];
       FWP_UNROLL for (int t = 1; t < kSpan; ++t) own *= decay[t][e];
-      whole[0][e] = __shfl_xor_sync(0xffffffffu, own, kSpan);
-      whole[1][e] = __shfl_xor_sync(0xffffffffu, own * whole[0][e], 2 * kSpan);
+      neighbor[0][e] = __shfl_xor_sync(0xffffffffu, own, kSpan);
+      neighbor[1][e] = __shfl_xor_sync(0xffffffffu, own * neighbor[0][e], 2 * kSpan);
     }
   }
   // c_C: the product of all decays of the chunk. It is computed with a rest, because an error of f would add up over the chunks.
@@ -158,17 +155,17 @@ struct DecayProducts {
     });
     FWP_UNROLL for (int t = kSpan; t-- > 0;)
       FWP_UNROLL for (int e = 0; e < 2; ++e) to_end[t][e] = t + 1 < kSpan ? to_end[t + 1][e] * keys.decay[t + 1][e] : 1;
-    if constexpr (kGroups > 1) join<1>(keys.whole[0]);
-    if constexpr (kGroups > 2) join<2>(keys.whole[1]);
+    if constexpr (kGroups > 1) join<1>(keys.neighbor[0]);
+    if constexpr (kGroups > 2) join<2>(keys.neighbor[1]);
   }
 
  private:
   // Blocks of kOf groups become pairs of blocks.
   template <int kOf>
-  FWP_DEVICE void join(const float (&whole)[2]) {
+  FWP_DEVICE void join(const float (&neighbor)[2]) {
     for_numbers([&](int t, int e) {
-      from_start[t][e] *= reads<kOf>() ? whole[e] : 1;
-      to_end[t][e] *= reads<kOf>() ? 1 : whole[e];
+      from_start[t][e] *= reads<kOf>() ? neighbor[e] : 1;
+      to_end[t][e] *= reads<kOf>() ? 1 : neighbor[e];
     });
   }
 };

@@ -1,8 +1,13 @@
 // Shared by the passes on the tensor cores: the sum and the delta rule in bfloat16, without decays or with decays by head, 32
 // tokens at a time. ../rule.h has the symbols.
 //
-//     P = F Q K^T up to its diagonal      A = F K K^T below it      E = V - c K W - A U      (without erasing E = V)
-//     U = b E (sum, no decays: U = V)     out = c Q W + P U         W_C = c_C W + (w K)^T U
+// sum and gated have E = V; a program of one chunk (`upto` keeps s <= t, `below` s < t):
+//
+//     P, A = upto(F * (Q @ K.T)), below(F * (K @ K.T))
+//     E = solve(I + A * b, V - c * K @ W) if erases else V
+//     U = b[:, None] * E
+//     out = c * Q @ W + P @ U
+//     W = c_C * W + (w * K).T @ U
 //
 // A block has some or all columns of one head's state. A warp has 16 of them, as rows of the transpose: so the result of a
 // product is already in the register layout of the next product's factor. Factors that affect later states are split into three
@@ -74,17 +79,17 @@ struct Carver {
 // Shared memory with a part for each of `count`: the teams of a relay, or chunks, of which one is filled while another is used.
 template <typename Part, typename Pass>
 struct Copies {
-  unsigned char* first;
+  unsigned char* begin;
   int bytes;
   const Pass& pass;
 
-  FWP_BOTH Copies(Carver& carver, const Pass& pass_, int count) : first(carver.next), pass(pass_) {
+  FWP_BOTH Copies(Carver& carver, const Pass& pass_, int count) : begin(carver.next), pass(pass_) {
     Part(carver, pass);
-    bytes = int(carver.next - first);
+    bytes = int(carver.next - begin);
     carver.next += (count - 1) * bytes;
   }
   FWP_DEVICE Part operator[](int n) const {
-    Carver carver{first + n * bytes};
+    Carver carver{begin + n * bytes};
     return Part(carver, pass);
   }
 };
@@ -131,7 +136,7 @@ struct Decays {
   FWP_DEVICE float between(int s, int t) const { return products[t * kLine + s + 1]; }
   FWP_DEVICE float from_start(int t) const { return between(-1, t); }
   FWP_DEVICE float to_end(int s) const { return between(s, kChunkTokens - 1); }
-  FWP_DEVICE float whole() const { return between(-1, kChunkTokens - 1); }
+  FWP_DEVICE float total() const { return between(-1, kChunkTokens - 1); }
 
   // All lanes of one warp call it, each with the decay of its token.
   FWP_DEVICE void put(float decay) const {

@@ -81,7 +81,7 @@ COMBINATIONS = {
 }
 # Gates with the share of the memory that is kept.
 FADING = {"gate", "decay", "key_decay", "value_decay"}
-# Sizes with states in registers, with the quadratic form at the start, and with neither.
+# Sizes with states in registers, in chunks, with the quadratic form at the start, and token by token.
 BIT_SHAPES = [(3, 2, 200, 16, 16), (2, 2, 150, 64, 64), (2, 1, 140, 256, 64), (2, 1, 150, 17, 33), (3, 1, 200, 40, 3)]
 LAYOUTS = ("contiguous", "tokens_first", "sliced", "expanded", "odd")
 # Of `check_errors`. Tensor cores truncate a sum after its last place, where the reference rounds it.

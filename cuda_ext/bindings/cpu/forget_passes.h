@@ -10,11 +10,9 @@ namespace fwp::cpu {
 // Token tensors by heads, as Of has their tokens. An absent member is null.
 template <typename A, typename Of>
 struct ForgetHeads {
-  const Heads<A> q, k, v, key_decay, value_decay, head_decay, rate, removal, removal_key;
+  const TokenTensorsOf<Heads<A>> all;
 
-  explicit ForgetHeads(const TokenViews& x)
-      : q(x.q), k(x.k), v(x.v), key_decay(x.key_decay), value_decay(x.value_decay), head_decay(x.head_decay),
-        rate(x.rate), removal(x.removal), removal_key(x.removal_key) {}
+  explicit ForgetHeads(const TokenViews& x) : all(x.map([](const View& view) { return Heads<A>(view); })) {}
 
   // The tokens of head h, from key column i and value column j on.
   Of at(int64_t h, int64_t i, int64_t j) const {
@@ -25,15 +23,15 @@ struct ForgetHeads {
         return x.tokens(h);
     };
     Of x;
-    x.q = vectors(q).from(i);
-    x.k = vectors(k).from(i);
-    x.v = vectors(v).from(j);
-    x.key_decay = vectors(key_decay).from(i);
-    x.value_decay = vectors(value_decay).from(j);
-    x.head_decay = head_decay.rates(h);
-    x.rate = rate.rates(h);
-    x.removal = vectors(removal).from(i);
-    x.removal_key = vectors(removal_key).from(i);
+    x.q = vectors(all.q).from(i);
+    x.k = vectors(all.k).from(i);
+    x.v = vectors(all.v).from(j);
+    x.key_decay = vectors(all.key_decay).from(i);
+    x.value_decay = vectors(all.value_decay).from(j);
+    x.head_decay = all.head_decay.rates(h);
+    x.rate = all.rate.rates(h);
+    x.removal = vectors(all.removal).from(i);
+    x.removal_key = vectors(all.removal_key).from(i);
     return x;
   }
 };

@@ -25,10 +25,10 @@ class Heads {
     if (x.dims > 3) column_stride_ = x.strides[3];
   }
   Tokens<A> tokens(int64_t head) const {
-    return {address(data_, first(head)), stride_};
+    return {address(data_, offset_of(head)), stride_};
   }
   Stored<std::remove_const_t<A>> stored(int64_t head) const {
-    return {data_ ? (char*)data_ + first(head) * item_ : nullptr, stride_ * item_, item_ == sizeof(BFloat16)};
+    return {data_ ? (char*)data_ + offset_of(head) * item_ : nullptr, stride_ * item_, item_ == sizeof(BFloat16)};
   }
   Rates<A> rates(int64_t head) const { return {tokens(head).data, stride_}; }
   // The columns of a state, or of its transpose, from `column` on.
@@ -40,7 +40,7 @@ class Heads {
   }
 
  private:
-  int64_t first(int64_t head) const {
+  int64_t offset_of(int64_t head) const {
     int64_t own = head % heads_;
     if (sharing_ > 1) own /= sharing_;
     return head / heads_ * batch_stride_ + own * head_stride_;
