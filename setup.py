@@ -46,6 +46,8 @@ setup(
     ],
     extras_require={
         "plots": ["matplotlib"],
+        # What recipes/recurrent needs for a folder with tokenizer.json.
+        "tokenizers": ["tokenizers"],
         # What fairseq's --tensorboard-logdir and --wandb-project need.
         "logging": ["tensorboardX", "wandb"],
         # What fwp-export needs.

@@ -21,7 +21,7 @@ else
   env=$root/.venv lock=$root/.venv.lock
 fi
 python=$env/bin/python
-known=(plots dev onnx transformers peers)
+known=(plots dev onnx tokenizers transformers peers)
 state=$env/.fairseq_fwp # a stamp for every extra that is set up, the constraints, and pip's words
 log=$state/pip.log
 

@@ -5,6 +5,7 @@ The folder of a training gets settings.txt (the flags), train.log and checkpoint
 is not repeated.
 """
 
+import hashlib
 import multiprocessing
 import os
 import shlex
@@ -21,12 +22,14 @@ from typing import Any, NamedTuple
 
 from arguments import ROOT
 from commands import LOCKS, RecipeError, check_same, lock, show, write
+from flags import value_of
 from log import Outcome, Progress, check_unchanged, find_log, read_outcome
 
 # Otherwise glibc gives the freed memory of an update on a CPU back to the system, and the next update fetches it again,
 # page by page. torch asks for large pages.
 MEMORY = {"MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_MMAP_MAX_": "0", "THP_MEM_ALLOC_ENABLE": "1"}
 PLUGIN = ["--user-dir", str(ROOT / "fairseq_fwp")]
+CODE = "user_dir.sha256"  # what the files of a plug-in were when the training began
 SAVING = ["--no-epoch-checkpoints", "--keep-interval-updates", "1", "--log-format", "json"]
 
 
@@ -59,11 +62,25 @@ class Training(NamedTuple):
         ended = read_outcome(self.folder)
         if ended or (self.folder / "checkpoint_last.pt").exists():
             check_same(self.folder / "settings.txt", self.settings)
+            if (noted := self.folder / CODE).exists() and noted.read_text(encoding="utf-8") != self.code:
+                print(f"{self.name}: files of its --user-dir have changed: remove {self.folder} to train it again.")
         return ended
+
+    @property
+    def code(self) -> str:
+        """The fingerprint of the Python files of --user-dir; empty without one."""
+        plugin = value_of(self.flags, "--user-dir")
+        files = sorted(Path(plugin).rglob("*.py")) if plugin else []
+        return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest() if files else ""
 
     def begin(self) -> None:
         lock(self.folder)
+        self.write_settings()
+
+    def write_settings(self) -> None:
         write(self.folder / "settings.txt", self.settings + "\n")
+        if self.code and not (self.folder / "checkpoint_last.pt").exists():
+            write(self.folder / CODE, self.code)
 
     def end(self, succeeded: bool) -> Outcome | None:
         """Mark it as trained or diverged; None if it failed for another reason: then it can be tried again."""
@@ -86,7 +103,7 @@ class Training(NamedTuple):
         for interruption in (signal.SIGINT, signal.SIGTERM):  # without a traceback
             signal.signal(interruption, signal.SIG_DFL)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write(self.folder / "settings.txt", self.settings + "\n")
+        self.write_settings()
         descriptor = os.open(self.folder / "train.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)

@@ -9,5 +9,5 @@
 # softmax, three stages of training, and a folder for fairseq_fwp.load.
 set -euo pipefail
 # shellcheck source=recipes/env.sh
-. "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" -- "$@"
+. "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" tokenizers -- "$@"
 recipe recurrent -- "$@"

@@ -111,6 +111,18 @@ def test_what_has_ended_keeps_its_log_alone(training, validations, more, mark, w
         engine.has_ended(training._replace(flags=["--lr", "2"]))
 
 
+def test_a_plug_in_that_has_changed_since_is_named(tmp_path, capsys):
+    """Its rule may be another one, of which there is no training."""
+    (code := tmp_path / "my_plugin.py").write_text("rule = 1")
+    training = engine.Training("a", tmp_path / "a", ["--user-dir", str(tmp_path)])
+    training.write_settings()
+    (training.folder / "train.log").write_text(made_up.log((100, 0.4), name="loss"))
+    assert training.end(succeeded=True) and engine.has_ended(training) and not capsys.readouterr().out
+    code.write_text("rule = 2")
+    assert engine.has_ended(training)
+    assert "a: files of its --user-dir have changed: remove" in capsys.readouterr().out
+
+
 def test_damaged_trainings_are_named(training):
     whole = made_up.log((100, 0.4), (200, 0.3), (300, 0.2), name="loss")
     finished(training, whole)

@@ -37,8 +37,8 @@ class Gates:
     ) -> None:
         check(
             not negative_eigenvalues or any(gate.doubles for gate in rule.gates),
-            f"`negative_eigenvalues` must be off for the update rule {name}, got on: it doubles the write strength "
-            "beta, which this rule does not have",
+            f"`negative_eigenvalues` must be off for the update rule {name}, got on: it doubles "
+            "gates with `doubles=True`, and this rule has none",
         )
         learned: dict[str, Callable[[int, int], nn.Module]] = {
             gate.name: gate.learned for gate in rule.gates if gate.learned
