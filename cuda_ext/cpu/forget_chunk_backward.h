@@ -59,16 +59,17 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
   }
 
  private:
+  template <Fades, Erases>
+  friend class ForgetTiles;
   using typename Base::Pass, typename Base::Rows, typename Base::Writer;
   using Base::kValuesFade, Base::kWriters, Base::kNarrow;
   static constexpr bool kRetrieves = Base::kRetrieves, kRemoves = Base::kRemoves;  // GCC loses a `using` in a lambda
   using Base::count_, Base::error_, Base::fade_, Base::keys_, Base::next_, Base::query_, Base::read_, Base::reader_,
       Base::rows_, Base::seen_query_, Base::seen_reader_, Base::state_, Base::total_, Base::total_of_value_,
       Base::value_fade_, Base::values_, Base::writer_;
-  using Base::advance_state, Base::begin, Base::change_rows, Base::clear, Base::copy_in, Base::copy_out,
-      Base::deliver, Base::expect, Base::fade_values, Base::for_tokens_from, Base::input,
-      Base::load_values, Base::output, Base::prepare, Base::rate_at, Base::state_rows, Base::take_keys, Base::take_rows,
-      Base::take_values, Base::whole_panels;
+  using Base::advance_state, Base::begin, Base::change_rows, Base::clear, Base::copy_in, Base::copy_out, Base::deliver,
+      Base::expect, Base::fade_values, Base::for_tokens_from, Base::input, Base::load_values, Base::output, Base::prepare,
+      Base::rate_at, Base::state_rows, Base::take_keys, Base::take_rows, Base::take_values, Base::whole_panels;
 
   struct WriterGradients {
     Tokens<A> key, own_key, last, value, with_query, with_reader;
@@ -88,10 +89,6 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
   // it. `empty`: the state before it is zero.
   void differentiate(const In& in, int64_t first, bool empty, const Stored<A>& d_out, const Gradients& to, bool needed) {
     d_read_ = input(d_out, first, values_, own_d_read_);
-    d_query_ = output(to.q, first, keys_, own_d_query_), d_fade_ = output(to.key_decay, first, keys_, own_d_fade_);
-    d_reader_ = kRemoves ? output(to.removal_key, first, keys_, own_d_reader_) : own_d_reader_;
-    d_writer_[0].key = output(to.k, first, keys_, d_writer_[0].own_key);
-    if constexpr (kRemoves) d_writer_[1].key = output(to.removal, first, keys_, d_writer_[1].own_key);
     for (int n = 0; n < kWriters; ++n)
       if (d_empty_)
         clear(d_writer_[n].value, rows_);
@@ -111,30 +108,26 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
         multiply_rows(constant(value), d_state_, rows_, keys_, values_, d_writer_[n].last);
     }
     differentiate_reads(empty);
-    const Side of_keys{query_, fade_, d_seen_query_, d_query_, d_fade_, d_total_};
-    for_columns<A, kNarrow>(keys_, [&](int64_t i, auto vectors) __attribute__((always_inline)) {
-      constexpr int NV = decltype(vectors)::value;
-      differentiate_state<true, NV>(of_keys, i);
-      for (int n = 0; n < kWriters; ++n)
-        for (int64_t s = 0; s < rows_; s += kTileRows) {
-          const WriterGradients& d = d_writer_[n];
-          differentiate_writer<true, NV>(of_keys, {writer_[n].key, d.last, d.key, d.with_query, d.with_reader}, s, i);
-        }
-    });
+    differentiate_keys(first, to);
+    const Tokens<A> d_value = output(to.v, first, values_, own_d_value_);
     if constexpr (kValuesFade) {
-      const Writer& w = writer_[0];
       const Side of_values{d_read_, value_fade_, read_, {}, output(to.value_decay, first, values_, own_d_value_fade_),
                            d_total_of_value_};
-      const Tokens<A> d_value = output(to.v, first, values_, own_d_value_);
       for_columns<A, kNarrow>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
         constexpr int NV = decltype(vectors)::value;
         differentiate_state<false, NV>(of_values, j);
         for (int64_t s = 0; s < rows_; s += kTileRows)
-          differentiate_writer<false, NV>(of_values, {error_, d_writer_[0].value, d_value, w.with_query, {}}, s, j);
+          differentiate_writer<false, NV>(of_values, {error_, d_writer_[0].value, d_value, writer_[0].with_query, {}}, s, j);
       });
-      deliver(own_d_value_, values_, to.v, first);
       deliver(own_d_value_fade_, values_, to.value_decay, first);
+    } else {
+      for (int64_t t = 0; t < count_; ++t) {
+        const A* d_written = d_writer_[0].value[t];
+        if (to.rate.data) to.rate[first + t] = dot(d_written, error_[t], values_);
+        for (int64_t j = 0; j < values_; j += kLanes<A>) store(d_value[t] + j, load(d_written + j) * rate_at(in, first, t));
+      }
     }
+    deliver(own_d_value_, values_, to.v, first);
     if (needed) {
       const auto back = [&](Tokens<A> x, Tokens<const A> y) {
         return Factors<A>{constant(x).reversed(rows_), y.reversed(rows_)};
@@ -146,7 +139,6 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
         change_rows(d_empty_, std::array{reads}, d_state_);
     }
     d_empty_ = false;
-    store_gradients(in, first, to);
   }
 
   // product[t][s] = x_t . y_s for the tokens s <= t, and some others.
@@ -353,8 +345,22 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
     return sum_lanes<A>(sum);
   }
 
-  void store_gradients(const In& in, int64_t first, const Gradients& to) {
-    const Tokens<A> d_value = output(to.v, first, values_, own_d_value_);
+  // The gradients of queries, keys and decays, from those of what products read.
+  void differentiate_keys(int64_t first, const Gradients& to) {
+    d_query_ = output(to.q, first, keys_, own_d_query_), d_fade_ = output(to.key_decay, first, keys_, own_d_fade_);
+    d_reader_ = kRemoves ? output(to.removal_key, first, keys_, own_d_reader_) : own_d_reader_;
+    d_writer_[0].key = output(to.k, first, keys_, d_writer_[0].own_key);
+    if constexpr (kRemoves) d_writer_[1].key = output(to.removal, first, keys_, d_writer_[1].own_key);
+    const Side of_keys{query_, fade_, d_seen_query_, d_query_, d_fade_, d_total_};
+    for_columns<A, kNarrow>(keys_, [&](int64_t i, auto vectors) __attribute__((always_inline)) {
+      constexpr int NV = decltype(vectors)::value;
+      differentiate_state<true, NV>(of_keys, i);
+      for (int n = 0; n < kWriters; ++n)
+        for (int64_t s = 0; s < rows_; s += kTileRows) {
+          const WriterGradients& d = d_writer_[n];
+          differentiate_writer<true, NV>(of_keys, {writer_[n].key, d.last, d.key, d.with_query, d.with_reader}, s, i);
+        }
+    });
     for (int64_t t = 0; t < count_; ++t) {
       if constexpr (erases == Erases::kKey)  // y_t = a_t * k_t
         for (int64_t i = 0; i < keys_; i += kLanes<A>) {
@@ -363,13 +369,7 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
           store(d_fade_[t] + i, load(d_fade_[t] + i) + load(writer_[0].key[t] + i) * of_reader);
         }
       if (to.head_decay.data) to.head_decay[first + t] = sum_of(d_fade_[t], keys_);
-      if (to.rate.data) to.rate[first + t] = dot(d_writer_[0].value[t], error_[t], values_);
-      const A rate = rate_at(in, first, t);
-      if constexpr (!kValuesFade)
-        for (int64_t j = 0; j < values_; j += kLanes<A>)
-          store(d_value[t] + j, load(d_writer_[0].value[t] + j) * rate);
     }
-    if constexpr (!kValuesFade) deliver(own_d_value_, values_, to.v, first);
     deliver(own_d_query_, keys_, to.q, first);
     deliver(own_d_fade_, keys_, to.key_decay, first);
     deliver(d_writer_[0].own_key, keys_, to.k, first);

@@ -1,12 +1,13 @@
-// Rules with a decay per head or, forward, per key on tokens in bfloat16, by products of tiles (amx.h). The chunks are those
+// Rules with a decay per head or per key on tokens in bfloat16, by products of tiles (amx.h). The chunks are those
 // of forget_chunk.h, twice as long, and a chunk is solved by the inverse of one matrix (../rule.h has the symbols):
 //
 //     E = (I + A b)^-1 (V - c K W), A_ts = F_ts (k_t . k_s) for s < t      U = b E  (b V if nothing is erased)
 //     out = c Q W + P U, P_ts = F_ts (q_t . k_s) for s <= t                W_C = c_C W + K^T (w U)
 //
 // Values are exact in bfloat16, and so are queries and keys, unless they fade by key before their products. All other
-// factors are sums of two such numbers, of whose products only that of the lower parts is left out. So the error of W is
-// below 1e-5, and that of out its own rounding. ../cpu.md derives the backward pass.
+// factors are sums of two such numbers. With a decay per head, the product of two lower parts is left out; with one per key,
+// more factors are rounded, and it takes part. So the error of W is below 1e-5, and that of out its own rounding. ../cpu.md
+// derives the backward pass.
 //
 // Tokens are padded with zeros, and what a token must not see is multiplied by zero. So a number that is not finite would
 // reach earlier tokens: from its token on, a chunk is left to ForgetChunk, and its whole backward pass. The first token of
@@ -37,14 +38,14 @@ class ForgetTiles {
     for (Tokens<float>* x : {&state_, &gradient_, &next_gradient_})
       *x = take(scratch, steps_ * kProductSide, round_up(values, kColumns));
     for (Tokens<float>* x : {&first_out_, &first_error_}) *x = take(scratch, 1, round_up(values, kColumns));
-    total_ = take(scratch, 1, steps_ * kProductSide);
+    for (Tokens<float>* x : {&total_, &d_total_}) *x = take(scratch, 1, steps_ * kProductSide);
     for (FactorTile** x : {&key_, &query_, &key_by_token_, &key_of_token_, &query_of_token_, &key_by_dim_, &query_by_dim_})
       *x = take_tiles(scratch, 2 * steps_);
     for (Parts* x : {&inverse_, &scores_, &left_, &rest_, &write_, &last_, &erased_, &by_column_})
       *x = take_parts(scratch, 2);
     of_state_ = take_parts(scratch, 2 * steps_);
-    for (float** x : {&with_key_, &with_query_, &faded_, &solved_, &found_, &read_, &error_, &d_read_, &d_error_, &d_write_,
-                      &d_with_key_, &d_with_query_, &turned_})
+    for (float** x : {&with_key_, &with_query_, &faded_, &solved_, &found_, &read_, &error_, &d_read_, &d_error_, &d_found_,
+                      &d_write_, &d_with_key_, &d_with_query_, &turned_})
       *x = take_blocks(scratch, 1);
     for (float** x : {&from_read_, &from_found_, &from_write_}) *x = take_blocks(scratch, steps_);
     for_chunk_ = scratch;
@@ -52,7 +53,7 @@ class ForgetTiles {
 
   static int64_t scratch_size(int64_t keys, int64_t values) {
     return numbers_taken(ForgetTiles(keys, values, nullptr).for_chunk_) +
-           std::max((1 + kByKey) * Chunk::scratch_size(keys, values), BackwardChunk::scratch_size(keys, values));
+           std::max({Chunk::scratch_size(keys, values), BackwardChunk::scratch_size(keys, values), 2 * half_size(keys)});
   }
 
   // As ForgetChunkForward::forward.
@@ -82,7 +83,11 @@ class ForgetTiles {
     for (start_ = (length - 1) / kTokens * kTokens; start_ >= 0; start_ -= kTokens) {
       const Matrix<const float> before =
           start_ ? Matrix<const float>{kept[(start_ / kTokens - 1) * keys_], kept.stride, 1} : initial;
-      copy_in(before, state_);
+      before_ = constant(state_);
+      if (is_whole() && before.data && before.column_stride == 1)
+        before_ = {before.data, before.row_stride};
+      else
+        copy_in(before, state_);
       const int64_t count = std::min(kTokens, length - start_);
       const Tokens<const float> of_chunk = retrieved.data ? from_row(retrieved, start_) : retrieved;
       const Stored<float> d_read(d_out[start_], d_out.stride, d_out.half);
@@ -104,6 +109,7 @@ class ForgetTiles {
   struct Parts {
     FactorTile *high, *low;
   };
+  using Halves = std::array<BackwardChunk, 2>;              // of a chunk with decays by key, without values
   using Row = Group<float, kTileSide / kLanes<float>>;      // of a tile
   using Line = Group<float, kProductSide / kLanes<float>>;  // of a block of 32 x 32 numbers
   static constexpr int64_t kTile = sizeof(FactorTile) / sizeof(float), kBlock = kProductSide * kProductSide;
@@ -117,7 +123,9 @@ class ForgetTiles {
   bool empty_ = true;        // whether W is zero, before the first chunk
   bool finite_ = true;       // whether the factors of the chunk are
   Tokens<float> state_, gradient_, next_gradient_;  // W, the gradient of W' and that of W
-  Tokens<float> first_out_, first_error_, total_;   // the first token's results; by key: c_C
+  Tokens<const float> before_;                      // on the way back: W, where it is kept
+  Tokens<float> first_out_, first_error_;           // the first token's results
+  Tokens<float> total_, d_total_;                   // by key: c_C and its gradient, by head in the first number
   FactorTile *key_, *query_, *key_by_token_;            // K and Q as left factors, K^T as a right one
   FactorTile *key_of_token_, *query_of_token_;          // K^T and Q^T on the left
   FactorTile *key_by_dim_, *query_by_dim_;              // K and Q on the right
@@ -126,9 +134,10 @@ class ForgetTiles {
   Parts left_, erased_, by_column_;                     // only on the way back
   float *with_key_, *with_query_, *faded_, *solved_;    // K K^T, Q K^T, F, (I + A b)^-1
   float *found_, *read_, *error_;                       // K W; Q W, later out; E
-  float *d_read_, *d_error_, *d_write_, *d_with_key_, *d_with_query_, *turned_;
-  float *from_read_, *from_found_, *from_write_;        // blocks of d_out W^T, d_E W^T and U G'^T
+  float *d_read_, *d_error_, *d_found_, *d_write_, *d_with_key_, *d_with_query_, *turned_;
+  float *from_read_, *from_found_, *from_write_;        // blocks of d_out W^T, -d_E W^T and U G'^T
   float so_far_[kTokens], weight_[kTokens], rate_[kTokens];  // c_t, w_t, b_t
+  float d_so_far_[kTokens], d_weight_[kTokens], d_rate_[kTokens];
   float* for_chunk_;
 
   static float* take_blocks(float*& scratch, int64_t count) { return std::exchange(scratch, address(scratch, count * kBlock)); }
@@ -138,8 +147,10 @@ class ForgetTiles {
   static Parts take_parts(float*& scratch, int64_t count) {
     return {take_tiles(scratch, count), take_tiles(scratch, count)};
   }
+  // Whether a state has no padding.
+  bool is_whole() const { return keys_ % kProductSide == 0 && values_ % kColumns == 0; }
   void copy_in(Matrix<const float> from, Tokens<float> to) const {
-    std::memset(to.data, 0, steps_ * kProductSide * to.stride * sizeof(float));
+    if (!from.data || !is_whole()) std::memset(to.data, 0, steps_ * kProductSide * to.stride * sizeof(float));
     if (from.data) copy_matrix(from, keys_, values_, Matrix<float>{to.data, to.stride, 1});
   }
   void copy_out(Tokens<float> from, Matrix<float> to) const {
@@ -263,13 +274,24 @@ class ForgetTiles {
     unit_->multiply(factors, 2, steps, sums);
   }
   void multiply(const Parts& left, const Parts& right, int64_t steps, float* sums) const {
-    const TileFactors factors[] = {{left.low, right.high}, {left.high, right.low}, {left.high, right.high}};
-    unit_->multiply(factors, 3, steps, sums);
+    const TileFactors factors[] = {
+        {left.low, right.low}, {left.low, right.high}, {left.high, right.low}, {left.high, right.high}};
+    unit_->multiply(factors + !kByKey, 3 + kByKey, steps, sums);
+  }
+
+  // sums (+)= the product of two factors of 32 x 32 numbers.
+  template <typename Left, typename Right>
+  void add_product(const Left& left, const Right& right, bool begun, float* sums) const {
+    multiply(left, right, 1, begun ? found_ : sums);
+    if (begun) add(found_, sums);
   }
 
   // Everything that needs queries, keys, decays and rates only, of the first tokens of the chunk.
   void prepare(int64_t count) {
-    if constexpr (kByKey) return prepare_by_key(count);
+    if constexpr (kByKey) {
+      Halves half = halves();
+      return prepare_by_key(count, half, false);
+    }
     copy_tokens(in_.q, count, query_);
     copy_tokens(in_.k, count, key_);
     turn(key_, 2 * steps_, key_by_token_);
@@ -283,13 +305,19 @@ class ForgetTiles {
   // Some dimensions of a left factor in parts.
   static Parts of_block(const Parts& x, int64_t tiles) { return {x.high + tiles, x.low + tiles}; }
 
+  static int64_t half_size(int64_t keys) { return BackwardChunk::scratch_size(keys, 0); }
+  Halves halves() const { return {{{keys_, 0, for_chunk_}, {keys_, 0, for_chunk_ + half_size(keys_)}}}; }
+  // Where a number of token t is in blocks of dimensions.
+  static int64_t in_blocks(int64_t t, int64_t i) { return i / kProductSide * kBlock + t * kProductSide + i % kProductSide; }
+
   // The same for decays by key: scores of ForgetChunk, queries and keys after the decays before them, and keys after those that
-  // follow. None is exact, and their memory is that of exact ones, and of the backward pass.
-  void prepare_by_key(int64_t count) {
+  // follow. None is exact, and their memory is that of exact ones, and of the backward pass. The forward pass reads the state
+  // with the first two and changes it with the last; the backward pass changes and reads its gradient the other way around.
+  void prepare_by_key(int64_t count, Halves& half, bool backward) {
     const int64_t halves = count > kChunkTokens ? 2 : 1;
-    Chunk half[] = {{keys_, values_, for_chunk_}, {keys_, values_, for_chunk_ + Chunk::scratch_size(keys_, values_)}};
     for (float* x : {with_query_, with_key_}) std::memset(x, 0, kBlock * sizeof(float));
-    for (float* x : {from_read_, from_found_, from_write_}) std::memset(x, 0, steps_ * kBlock * sizeof(float));
+    if (count < kTokens || keys_ % kProductSide)
+      for (float* x : {from_read_, from_found_, from_write_}) std::memset(x, 0, steps_ * kBlock * sizeof(float));
     for (int64_t h = 0; h < halves; ++h) half[h].begin(count - h * kChunkTokens), half[h].prepare(in_, start_ + h * kChunkTokens);
     const float* const total[] = {half[0].total_[0], halves == 2 ? half[1].total_[0] : nullptr};
     for (int64_t i = 0; i < steps_ * kProductSide; ++i)
@@ -299,9 +327,10 @@ class ForgetTiles {
       const int64_t first = h * kChunkTokens;
       const auto put = [&](Tokens<float> x, const float* factor, float* blocks) {
         for (int64_t t = 0; t < half[h].count_; ++t)
-          for (int64_t i = 0; i < keys_; ++i)
-            blocks[i / kProductSide * kBlock + (first + t) * kProductSide + i % kProductSide] =
-                x[t][i] * (factor ? factor[i] : 1);
+          for (int64_t i = 0; i < keys_; i += kLanes<float>) {
+            const Vector<float> own = fwp::load(x[t] + i);
+            fwp::store(blocks + in_blocks(first + t, i), factor ? own * fwp::load(factor + i) : own);
+          }
       };
       const auto put_scores = [&](Tokens<float> seen, Tokens<float> scores, int64_t own, float* block) {
         const Tokens<float> to{block + first * kTokens, kTokens};
@@ -315,12 +344,20 @@ class ForgetTiles {
       put(writer.last, h ? nullptr : total[1], from_write_);
     }
     Vector<float> bad = {};
-    for (int64_t i = 0; i < steps_; ++i) {
-      split_left(from_read_ + i * kBlock, kProductSide, of_block(seen_query(), i), bad, steps_);
-      if constexpr (kErases) split_left(from_found_ + i * kBlock, kProductSide, of_block(seen_key(), i), bad, steps_);
-      split_right(from_write_ + i * kBlock, rest_, bad);
-      turn(rest_, 2, of_block(last_key(), 2 * i));
-    }
+    const auto split_blocks = [&](const float* blocks, const Parts& to, bool by_token) {
+      for (int64_t i = 0; i < steps_; ++i) {
+        const float* const block = blocks + i * kBlock;
+        if (by_token) {
+          split_left(block, kProductSide, of_block(to, i), bad, steps_);
+        } else {
+          split_right(block, rest_, bad);
+          turn(rest_, 2, of_block(to, 2 * i));
+        }
+      }
+    };
+    split_blocks(from_read_, seen_query(), !backward);
+    if constexpr (kErases) split_blocks(from_found_, seen_key(), !backward);
+    split_blocks(from_write_, last_key(), backward);
     fade(count, bad);
   }
   Parts seen_query() const { return {query_, query_by_dim_}; }
@@ -403,6 +440,10 @@ class ForgetTiles {
       y.scale(factor[t]);
       y.store_to(to + t * kProductSide, kProductSide);
     }
+  }
+  // to += x.
+  static void add(const float* x, float* to) {
+    for (int64_t n = 0; n < kBlock; n += kLanes<float>) fwp::store(to + n, fwp::load(to + n) + fwp::load(x + n));
   }
   // to += factor[t] * x, line by line.
   static void add(const float* factor, const float* x, float* to) {
@@ -506,130 +547,182 @@ class ForgetTiles {
   // finite.
   bool differentiate(int64_t count, Tokens<const float> retrieved, const Stored<float>& d_out, const Gradients& to) {
     Vector<float> bad = {};
-    prepare(count);
-    turn(query_, 2 * steps_, query_by_dim_);
-    pair_tokens(query_by_dim_, query_of_token_);
-    turn(query_of_token_, 2 * steps_, query_by_dim_);
-    turn(key_of_token_, 2 * steps_, key_by_dim_);
-    const auto split_turned = [&](float* block, const Parts& to) {
-      turn_block(block, turned_);
-      split_left(turned_, kProductSide, to, bad);
-    };
+    if constexpr (kByKey) {
+      Halves half = halves();
+      prepare_by_key(count, half, true);
+      differentiate_panels(count, retrieved, d_out, to, bad);
+      differentiate_halves(count, half, to, bad);
+    } else {
+      prepare(count);
+      turn(query_, 2 * steps_, query_by_dim_);
+      pair_tokens(query_by_dim_, query_of_token_);
+      turn(query_of_token_, 2 * steps_, query_by_dim_);
+      turn(key_of_token_, 2 * steps_, key_by_dim_);
+      differentiate_panels(count, retrieved, d_out, to, bad);
+      differentiate_queries(count, to, bad);
+      differentiate_keys(count, to, bad);
+      differentiate_decays(count, to, bad);
+    }
+    return finite_ && sum_lanes<float>(bad) == 0;
+  }
+
+  void split_turned(float* block, const Parts& to, Vector<float>& bad) {
+    turn_block(block, turned_);
+    split_left(turned_, kProductSide, to, bad);
+  }
+
+  // The gradients of values, rates and the state before the chunk, and of what comes of queries, keys and decays: scores, what
+  // tokens have seen of the state, and c_C.
+  void differentiate_panels(int64_t count, Tokens<const float> retrieved, const Stored<float>& d_out, const Gradients& to,
+                            Vector<float>& bad) {
     fade_block(with_query_, false, found_);
-    split_turned(found_, scores_);
+    split_turned(found_, scores_, bad);
     if constexpr (kErases) {
       fade_block(with_key_, true, found_);
-      split_turned(found_, left_);
-      split_turned(solved_, inverse_);
+      split_turned(found_, left_, bad);
+      split_turned(solved_, inverse_, bad);
     }
-    for (float* x : {d_with_query_, d_with_key_}) std::memset(x, 0, kBlock * sizeof(float));
-    for (float* x : {from_read_, from_found_, from_write_}) std::memset(x, 0, steps_ * kBlock * sizeof(float));
-    float one[kTokens], minus_one[kTokens], minus_so_far[kTokens], d_rate[kTokens] = {}, of_total = 0;
-    for (int64_t t = 0; t < kTokens; ++t) one[t] = 1, minus_one[t] = -1, minus_so_far[t] = -so_far_[t];
+    std::memset(d_total_.data, 0, steps_ * kProductSide * sizeof(float));
+    std::memset(d_rate_, 0, sizeof d_rate_);
     for (int64_t j = 0; j < values_; j += kColumns) {
-      split_state(gradient_, j, of_state_, bad);
+      differentiate_values(j, count, retrieved, d_out, to, bad);
+      differentiate_scores(j, bad);
+      differentiate_reads(j, bad);
+      change_gradient(j, bad);
+    }
+    for (int64_t t = 0; t < count; ++t) {
+      if (to.rate.data) to.rate[t] = d_rate_[t];
+      bad += 0 * d_rate_[t];
+    }
+  }
+
+  // In a panel of columns: d_out, E, the gradients of E and U, and those of values and rates.
+  void differentiate_values(int64_t j, int64_t count, Tokens<const float> retrieved, const Stored<float>& d_out,
+                            const Gradients& to, Vector<float>& bad) {
+    split_state(gradient_, j, of_state_, bad);
+    if constexpr (kByKey)
+      multiply(last_key(), of_state_, steps_, d_write_);
+    else
       multiply(key_, of_state_, steps_, d_write_);
-      scale(weight_, d_write_, d_write_);
-      read_block(d_out.from(j), 0, count, columns_from(j), d_read_);
-      split_right(d_read_, rest_, bad);
-      multiply(scores_, rest_.high, 1, found_);
-      add(one, found_, d_write_);
-      if constexpr (kErases) {
-        read_block(retrieved.from(j), 0, count, columns_from(j), error_);
-        scale(rate_, d_write_, found_);
-        split_right(found_, rest_, bad);
-        multiply(inverse_, rest_, 1, d_error_);
-        split_right(d_error_, rest_, bad);
-        multiply(left_, rest_, 1, found_);
-        add(minus_one, found_, d_write_);
-      } else {
-        read_block(in_.v.from(j), start_, count, columns_from(j), error_);
-        scale(rate_, d_write_, d_error_);
-      }
-      for (int64_t t = 0; t < count; ++t) {
-        d_rate[t] += dot(d_write_ + t * kColumns, error_ + t * kColumns);
-        to.v.from(j).write_from(d_error_ + t * kColumns, t, columns_from(j));
-      }
-      scale(rate_, error_, found_);
-      split_left(found_, kColumns, write_, bad);
-      turn(write_, 2, last_);
-      split_left(d_read_, kColumns, rest_, bad);
-      multiply(rest_.high, last_, 1, found_);
-      add(one, found_, d_with_query_);
-      if constexpr (kErases) {
-        split_left(d_error_, kColumns, erased_, bad);
-        multiply(erased_, last_, 1, found_);
-        add(minus_one, found_, d_with_key_);
-      }
-      for (int64_t i = 0; i < steps_; ++i) {
-        const float *state = state_[i * kProductSide] + j, *gradient = gradient_[i * kProductSide] + j;
-        split_left(state, state_.stride, of_state_, bad);
-        turn(of_state_, 2, by_column_);
-        multiply(rest_.high, by_column_, 1, found_);
-        add(one, found_, from_read_ + i * kBlock);
-        if constexpr (kErases) {
-          multiply(erased_, by_column_, 1, found_);
-          add(one, found_, from_found_ + i * kBlock);
-        }
-        split_left(gradient, gradient_.stride, of_state_, bad);
-        turn(of_state_, 2, by_column_);
-        multiply(write_, by_column_, 1, found_);
-        add(one, found_, from_write_ + i * kBlock);
-        for (int64_t r = 0; r < kProductSide; ++r)
-          of_total += dot(state + r * state_.stride, gradient + r * gradient_.stride);
-      }
-      scale(so_far_, d_read_, found_);
+    scale(weight_, d_write_, d_write_);
+    read_block(d_out.from(j), 0, count, columns_from(j), d_read_);
+    split_right(d_read_, rest_, bad);
+    multiply(scores_, rest_.high, 1, found_);
+    add(found_, d_write_);
+    if constexpr (kErases) {
+      read_block(retrieved.from(j), 0, count, columns_from(j), error_);
+      scale(rate_, d_write_, found_);
       split_right(found_, rest_, bad);
-      scale(minus_so_far, d_error_, found_);
+      multiply(inverse_, rest_, 1, d_error_);
+      for (int64_t n = 0; n < kBlock; ++n) d_found_[n] = -d_error_[n];
+      split_right(d_found_, rest_, bad);
+      multiply(left_, rest_, 1, found_);
+      add(found_, d_write_);
+    } else {
+      read_block(in_.v.from(j), start_, count, columns_from(j), error_);
+      scale(rate_, d_write_, d_error_);
+    }
+    for (int64_t t = 0; t < count; ++t) {
+      d_rate_[t] += dot(d_write_ + t * kColumns, error_ + t * kColumns);
+      to.v.from(j).write_from(d_error_ + t * kColumns, t, columns_from(j));
+    }
+  }
+
+  // The gradients of scores, without their decays. The parts of U, d_out and -d_E stay.
+  void differentiate_scores(int64_t j, Vector<float>& bad) {
+    scale(rate_, error_, found_);
+    split_left(found_, kColumns, write_, bad);
+    turn(write_, 2, last_);
+    split_left(d_read_, kColumns, rest_, bad);
+    add_product(rest_.high, last_, j > 0, d_with_query_);
+    if constexpr (kErases) {
+      split_left(d_found_, kColumns, erased_, bad);
+      add_product(erased_, last_, j > 0, d_with_key_);
+    }
+  }
+
+  // The gradients of what multiplies the state before the chunk or is written to the one after it, and of c_C.
+  void differentiate_reads(int64_t j, Vector<float>& bad) {
+    for (int64_t i = 0; i < steps_; ++i) {
+      const float *state = before_[i * kProductSide] + j, *gradient = gradient_[i * kProductSide] + j;
+      split_left(state, before_.stride, of_state_, bad);
+      turn(of_state_, 2, by_column_);
+      add_product(rest_.high, by_column_, j > 0, from_read_ + i * kBlock);
+      if constexpr (kErases) add_product(erased_, by_column_, j > 0, from_found_ + i * kBlock);
+      split_left(gradient, gradient_.stride, of_state_, bad);
+      turn(of_state_, 2, by_column_);
+      add_product(write_, by_column_, j > 0, from_write_ + i * kBlock);
+      for (int64_t r = 0; r < kProductSide; ++r)
+        d_total_[0][kByKey ? i * kProductSide + r : 0] += dot(state + r * before_.stride, gradient + r * gradient_.stride);
+    }
+  }
+
+  // From the gradient of the state after the chunk to that of the state before it.
+  void change_gradient(int64_t j, Vector<float>& bad) {
+    scale(so_far_, d_read_, found_);
+    split_right(found_, rest_, bad);
+    if constexpr (kErases) {
+      scale(so_far_, d_found_, found_);
       split_right(found_, last_, bad);
-      for (int64_t i = 0; i < steps_; ++i) {
+    }
+    for (int64_t i = 0; i < steps_; ++i) {
+      if constexpr (kByKey) {
+        const Parts query = of_block(seen_query(), 2 * i), key = of_block(seen_key(), 2 * i);
+        const TileFactors factors[] = {{query.low, rest_.high}, {query.high, rest_.high},  // d_out is exact
+                                       {key.low, last_.high},   {key.high, last_.low},     {key.high, last_.high}};
+        unit_->multiply(factors, kErases ? 5 : 2, 1, found_);
+      } else {
         const FactorTile *query = query_of_token_ + 2 * i, *key = key_of_token_ + 2 * i;
         const TileFactors factors[] = {{query, rest_.low}, {query, rest_.high}, {key, last_.low}, {key, last_.high}};
         unit_->multiply(factors, kErases ? 4 : 2, 1, found_);
-        change_state(i, j, gradient_, next_gradient_);
       }
+      change_state(i, j, gradient_, next_gradient_);
     }
-    float d_so_far[kTokens] = {}, d_weight[kTokens] = {};
+  }
+
+  // The gradients of queries and keys with a decay by head, and of c_t and w_s.
+  void differentiate_queries(int64_t count, const Gradients& to, Vector<float>& bad) {
+    std::memset(d_so_far_, 0, sizeof d_so_far_);
     fade_block(d_with_query_, false, read_);
     split_left(read_, kTokens, left_, bad);
     for (int64_t i = 0; i < steps_; ++i) {
+      float* const from_read = from_read_ + i * kBlock;
       read_block(in_.q.from(i * kProductSide), start_, count, std::min(kProductSide, keys_ - i * kProductSide), error_);
-      for (int64_t t = 0; t < count; ++t)
-        d_so_far[t] += dot(error_ + t * kProductSide, from_read_ + i * kBlock + t * kProductSide);
+      for (int64_t t = 0; t < count; ++t) d_so_far_[t] += dot(error_ + t * kProductSide, from_read + t * kProductSide);
       multiply(left_, key_by_dim_ + 2 * i, 1, found_);
-      add(so_far_, from_read_ + i * kBlock, found_);
+      add(so_far_, from_read, found_);
       write_block(to.q, i, count, bad);
     }
-    split_turned(read_, left_);
+  }
+  void differentiate_keys(int64_t count, const Gradients& to, Vector<float>& bad) {
+    std::memset(d_weight_, 0, sizeof d_weight_);
+    split_turned(read_, left_, bad);
     if constexpr (kErases) {
       fade_block(d_with_key_, true, read_);
       turn_block(read_, turned_);
-      add(one, turned_, read_);
+      add(turned_, read_);
       split_left(read_, kTokens, erased_, bad);
     }
     for (int64_t i = 0; i < steps_; ++i) {
+      const float *from_found = from_found_ + i * kBlock, *from_write = from_write_ + i * kBlock;
       read_block(in_.k.from(i * kProductSide), start_, count, std::min(kProductSide, keys_ - i * kProductSide), error_);
       for (int64_t t = 0; t < count; ++t) {
-        const int64_t at = i * kBlock + t * kProductSide;
-        d_so_far[t] -= dot(error_ + t * kProductSide, from_found_ + at);
-        d_weight[t] += dot(error_ + t * kProductSide, from_write_ + at);
+        if constexpr (kErases) d_so_far_[t] += dot(error_ + t * kProductSide, from_found + t * kProductSide);
+        d_weight_[t] += dot(error_ + t * kProductSide, from_write + t * kProductSide);
       }
       const FactorTile *query = query_by_dim_ + 2 * i, *key = key_by_dim_ + 2 * i;
       const TileFactors factors[] = {{left_.low, query}, {left_.high, query}, {erased_.low, key}, {erased_.high, key}};
       unit_->multiply(factors, kErases ? 4 : 2, 1, found_);
-      add(weight_, from_write_ + i * kBlock, found_);
-      add(minus_so_far, from_found_ + i * kBlock, found_);
+      add(weight_, from_write, found_);
+      if constexpr (kErases) add(so_far_, from_found, found_);
       write_block(to.k, i, count, bad);
     }
-    return differentiate_decays(count, d_so_far, d_weight, of_total, d_rate, to) && finite_ && sum_lanes<float>(bad) == 0;
   }
 
-  // From the gradients of F_ts, c_t, w_s and c_C. Each is passed on to the decays from the last one back. Returns whether
-  // those of decays and rates are finite.
-  bool differentiate_decays(int64_t count, const float* d_so_far, const float* d_weight, float of_start,
-                            const float* d_rate, const Gradients& to) const {
-    Line of_key = line(d_weight);
-    float bad = 0;
+  // From the gradients of F_ts, c_t, w_s and c_C. Each is passed on to the decays from the last one back.
+  void differentiate_decays(int64_t count, const Gradients& to, Vector<float>& bad) const {
+    Line of_key = line(d_weight_);
+    float of_start = d_total_[0][0];
     for (int64_t t = kTokens - 1; t >= 0; --t) {
       Vector<float> sum = {};
       FWP_UNROLL for (int n = 0; n < kVectors; ++n) {
@@ -638,16 +731,76 @@ class ForgetTiles {
         if constexpr (kErases) of_key.x[n] += fwp::load(d_with_key_ + at) * fwp::load(with_key_ + at);
         if (t) sum += of_key.x[n] * fwp::load(faded_ + at - kTokens);
       }
-      of_start += d_so_far[t];
+      of_start += d_so_far_[t];
       const float d_decay = sum_lanes<float>(sum) + of_start * (t ? so_far_[t - 1] : 1);
       if (t >= count) continue;
       if (to.head_decay.data) to.head_decay[t] = d_decay;
-      if (to.rate.data) to.rate[t] = d_rate[t];
-      bad += 0 * (d_decay + d_rate[t]);
+      bad += 0 * d_decay;
       of_key.scale(in_.head_decay[start_ + t]);
       of_start *= in_.head_decay[start_ + t];
     }
-    return bad == 0;
+  }
+
+  // The gradients of queries, keys and decays by key. ForgetChunk derives them from those of the scores of 16 tokens and of what
+  // these have seen. Before, each half gets its share of scores between both, and of products with the other one's decays.
+  void differentiate_halves(int64_t count, Halves& half, const Gradients& to, Vector<float>& bad) const {
+    const int64_t halves = count > kChunkTokens ? 2 : 1;
+    for (int64_t h = 0; h < halves; ++h)
+      for (int64_t i = 0; i < keys_; i += kLanes<float>) {
+        const Vector<float> d_total = fwp::load(d_total_[0] + i);
+        fwp::store(half[h].d_total_[0] + i, halves == 2 ? d_total * fwp::load(half[1 - h].total_[0] + i) : d_total);
+      }
+    for (int64_t h = 0; h < halves; ++h) {
+      auto& d_writer = half[h].d_writer_[0];
+      const int64_t first = h * kChunkTokens, corner = first * (kTokens + 1);
+      d_writer.with_query = {d_with_query_ + corner, kTokens}, d_writer.with_reader = {d_with_key_ + corner, kTokens};
+      const auto take_from = [&](const float* blocks, Tokens<float> own, bool fades_in_other, Tokens<float> d_own) {
+        for (int64_t t = 0; t < half[h].rows_; ++t)
+          for (int64_t i = 0; i < keys_; i += kLanes<float>) {
+            Vector<float> gradient = fwp::load(blocks + in_blocks(first + t, i));
+            if (fades_in_other) {
+              float* const d_total = half[1 - h].d_total_[0] + i;
+              fwp::store(d_total, fwp::load(d_total) + gradient * fwp::load(own[t] + i));
+              gradient *= fwp::load(half[1 - h].total_[0] + i);
+            }
+            fwp::store(d_own[t] + i, gradient);
+          }
+      };
+      take_from(from_read_, half[h].seen_query_, h > 0, half[h].d_seen_query_);
+      if constexpr (kErases) take_from(from_found_, half[h].seen_reader_, h > 0, half[h].d_seen_reader_);
+      take_from(from_write_, half[h].writer_[0].last, h + 1 < halves, d_writer.last);
+    }
+    if (halves == 2) {
+      const Tokens<float> last = half[0].writer_[0].last, d_last = half[0].d_writer_[0].last;
+      const auto differentiate_seen = [&](const float* d_scores, Tokens<float> seen, Tokens<float> d_seen) {
+        const float* const between = d_scores + kChunkTokens * kTokens;
+        add_rows(between, 1, kTokens, constant(last), kChunkTokens, d_seen, half[1].rows_);
+        add_rows(between, kTokens, 1, constant(seen), half[1].rows_, d_last, kChunkTokens);
+      };
+      differentiate_seen(d_with_query_, half[1].seen_query_, half[1].d_seen_query_);
+      if constexpr (kErases) differentiate_seen(d_with_key_, half[1].seen_reader_, half[1].d_seen_reader_);
+    }
+    for (int64_t h = 0; h < halves; ++h) {
+      half[h].differentiate_keys(h * kChunkTokens, to);
+      for (int64_t t = 0; t < half[h].count_; ++t)
+        for (const float* x : {half[h].d_query_[t], half[h].d_writer_[0].key[t], half[h].d_fade_[t]})
+          bad += 0 * BackwardChunk::sum_of(x, keys_);
+    }
+  }
+
+  // to_n += the sum of factor[m * stride + n * row_stride] x_m, for whole groups of rows.
+  void add_rows(const float* factor, int64_t stride, int64_t row_stride, Tokens<const float> x, int64_t count, Tokens<float> to,
+                int64_t rows) const {
+    for_panels<float, 2>(keys_, [&](int64_t i, auto vectors) __attribute__((always_inline)) {
+      constexpr int NV = decltype(vectors)::value;
+      for (int64_t n = 0; n < rows; n += kTileRows) {
+        Tile<float, NV> sum;
+        FWP_UNROLL for (int r = 0; r < kTileRows; ++r) sum.row[r].load_from(to[n + r] + i, NV * kLanes<float>);
+        sum.add(0, count, x.from(i), [&](int64_t m, int r)
+                __attribute__((always_inline)) { return factor[m * stride + (n + r) * row_stride]; });
+        sum.store_to(from_row(to, n).from(i), kTileRows, NV * kLanes<float>);
+      }
+    });
   }
 };
 

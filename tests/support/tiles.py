@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from fairseq_fwp import ops
 
 Named = dict[str, Tensor]
-# Rules with a decay per head, and with one per key dimension, which have tiles in the forward pass.
+# Rules with a decay per head, and with one per key dimension.
 RULES_ON_TILES = ("gated_delta", "gla", "gated_delta by key", "gla by key")
 # Slow: what a state keeps for a thousand tokens, similar keys, and rates near one.
 KINDS = ("usual", "slow")

@@ -257,12 +257,12 @@ void for_chunk_heads(const Lengths& size, bool divide, F f) {
   });
 }
 
-// Call run(kind of chunks, arguments that they have before others). A decoding step in bfloat16 has no use for tiles. In the
-// backward pass, a decay per head is one per key, which has no tiles.
+// Call run(kind of chunks, arguments that they have before others). A decoding step in bfloat16 has no use for tiles. Without
+// them, a decay per head is one per key in the backward pass.
 template <typename A, Fades fades, Erases erases, typename Pass, typename F>
 void run_chunks(const Pass& pass, F run) {
   constexpr bool forward = std::is_same_v<Pass, Forward>;
-  constexpr bool in_tiles = fades == Fades::kHead || (forward && fades == Fades::kKey && erases != Erases::kRemoval);
+  constexpr bool in_tiles = fades == Fades::kHead || (fades == Fades::kKey && erases != Erases::kRemoval);
   if constexpr (in_tiles && std::is_same_v<A, float>)
     if (pass.in.q.item == sizeof(BFloat16) && pass.size.L > 1)
       if (const TileUnit* unit = TileUnit::chosen()) return run(std::type_identity<ForgetTiles<fades, erases>>{}, *unit);

@@ -1,4 +1,4 @@
-"""Tiles of bfloat16, which rules with a decay per head use on processors with AMX, by the emulation of their products.
+"""Tiles of bfloat16, which rules with a decay use on processors with AMX, by the emulation of their products.
 
 Long sweeps are in tests/nightly/test_tiles_of_every_length.py.
 """
@@ -7,7 +7,16 @@ import pytest
 import torch
 from support.operator_fixtures import on_one_and_three_threads, one_thread, poisoned_memory  # noqa: F401
 from support.pairwise import looped
-from support.tiles import KINDS, RULES_ON_TILES, call, check_errors_of_tiles, check_prefixes, check_spread, draw
+from support.tiles import (
+    KINDS,
+    RULES_ON_TILES,
+    call,
+    check_errors_of_tiles,
+    check_prefixes,
+    check_spread,
+    draw,
+    with_gradients,
+)
 
 every_rule = looped("rule", RULES_ON_TILES)
 
@@ -44,8 +53,8 @@ def test_neither_batch_nor_heads_nor_threads_nor_a_gradient_change_a_bit(rule):
     part = {name: y[1:, 2:] for name, y in x.items()}
     of_part, of_three = on_one_and_three_threads(lambda: call(rule, part))  # three threads share its columns
     assert all(torch.equal(y[1:, 2:], z) and torch.equal(z, u) for y, z, u in zip(one, of_part, of_three, strict=True))
-    with_gradient = call(rule, {name: y.clone().requires_grad_() for name, y in x.items()})
-    assert all(map(torch.equal, one, with_gradient))
+    with_gradients_, of_three = on_one_and_three_threads(lambda: with_gradients(rule, x).values())
+    assert all(map(torch.equal, with_gradients_, of_three)) and all(map(torch.equal, one, with_gradients_))
 
 
 @every_rule
@@ -57,14 +66,16 @@ def test_the_smallest_numbers_are_zeros(rule):
         assert (found - truth).abs().max() <= 10 * torch.finfo(torch.float32).tiny < truth.abs().max() / 10
 
 
-def test_the_switch(monkeypatch):
-    """Off, the results are those of the other kernel; a word that is unknown is refused."""
-    x = draw("gated_delta", "usual", (1, 1, 40, 64, 64))
-    tiles = call("gated_delta", x)
-    monkeypatch.setenv("FWP_CPU_TILES", "off")
-    off = call("gated_delta", x)
-    assert not torch.equal(tiles[1], off[1])
-    torch.testing.assert_close(tiles, off, rtol=1e-2, atol=1e-4)
+@every_rule
+def test_the_switch(rule, monkeypatch):
+    """Off, the results are those of the other kernel, in both passes; a word that is unknown is refused."""
+    x, found = draw(rule, "usual", (1, 1, 30, 64, 64)), {}
+    for choice in ("emulated", "off"):
+        monkeypatch.setenv("FWP_CPU_TILES", choice)
+        found[choice] = with_gradients(rule, x)
+    for name in ("end", "d_state"):  # in one chunk, the second does not depend on the forward pass
+        assert not torch.equal(found["emulated"][name], found["off"][name])
+        torch.testing.assert_close(found["emulated"][name], found["off"][name], rtol=1e-2, atol=1e-4)
     monkeypatch.setenv("FWP_CPU_TILES", "on")
     with pytest.raises(ValueError, match="FWP_CPU_TILES must be auto, off or emulated, got on"):
-        call("gated_delta", x)
+        call(rule, x)
