@@ -108,9 +108,9 @@ struct TokenTensorsOf {
 // and changes nothing.
 enum Mark : uint8_t { kBegins = 1, kIsPadding = 2 };
 
-// The arrays of its passes, which are contiguous: (B, L, H, n) with n = 3 d + 1 in x and saved, d in the others; marks (B, L);
-// weights R (H, d, 3 d + 1); memories (B, H, d, d), and `kept` one before each kKeptEvery tokens; first_output o (B, H, d) before
-// the first token. Null: z, marks and weights as zeros; saved and kept are not written.
+// The arrays of its passes are contiguous. Those of tokens are (B, L, H, n), where n is 3 d + 1 in x and saved, and else d. Marks
+// are (B, L), weights R (H, d, 3 d + 1), memories (B, H, d, d). `kept` has a memory before each kKeptEvery tokens of a head, and
+// first_output is o (B, H, d) before the first. Null: z, marks and weights are zeros; saved and kept are not written.
 struct RecurrentSizes {
   int64_t B, L, H, d;
   const uint8_t* marks;

@@ -50,24 +50,25 @@ def backward(emulator, weights, z, output, marks, last, out, saved, kept, d_out,
     return d_x, d_z, d_memory, d_output
 
 
+def use_kernel(patch, emulator, **how):
+    """Make later calls of the operator run on the emulator."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *given):
+            results = forward(emulator, *given, **how)
+            operators._setup_context(ctx, given, results)
+            return results
+
+        backward = staticmethod(operators._differentiate)
+
+    patch.setattr(operators, "_forward", Function.apply)
+    patch.setattr(operators, "_backward", partial(backward, emulator, **how))
+
+
 @pytest.fixture
 def with_kernel(emulator, monkeypatch):
-    """Return a function that makes later calls of the operator run on the emulator."""
-
-    def use(**how):
-        class Function(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, *given):
-                results = forward(emulator, *given, **how)
-                operators._setup_context(ctx, given, results)
-                return results
-
-            backward = staticmethod(operators._differentiate)
-
-        monkeypatch.setattr(operators, "_forward", Function.apply)
-        monkeypatch.setattr(operators, "_backward", partial(backward, emulator, **how))
-
-    return use
+    return partial(use_kernel, monkeypatch, emulator)
 
 
 # Sizes below, at and beyond those of a kernel. Four tokens are loaded together, and a state is kept for each 32.
@@ -75,17 +76,25 @@ CASES = [(1, 1, "w"), (2, 3, "zs"), (3, 16, "wms"), (4, 5, "wzms"), (5, 17, "zms
 CASES += [(64, 3, "wzs"), (65, 4, "zms"), (70, 16, "wzms"), (70, 20, "wms"), (35, 64, "wms"), (3, 64, "zms")]
 
 
-@looped("dtype, most", [(torch.float64, 1e-12), (torch.float32, 3e-6)])
-@looped("length, dim, terms", CASES)
-def test_the_kernel_is_the_definition(with_kernel, length, dim, terms, dtype, most):
-    given = sample(length, dim, terms, dtype)
+LIMITS = {torch.float64: 1e-12, torch.float32: 3e-6}
+
+
+def check(with_kernel, case, dtype):
+    """Check outputs, states and all gradients, and that the order of threads changes no bit of them."""
+    given = sample(*case, dtype)
     expected = run({name: x.double() if x.is_floating_point() else x for name, x in given.items()}, "reference")
     with_kernel()
     found = run(given)
     for x, y in zip(found, expected, strict=True):
-        assert (x.double() - y).abs().max() <= most * y.abs().max().clamp(min=1)
+        assert (x.double() - y).abs().max() <= LIMITS[dtype] * y.abs().max().clamp(min=1), case
     with_kernel(reverse=1)
-    assert all(map(torch.equal, run(given), found))
+    assert all(map(torch.equal, run(given), found)), case
+
+
+@looped("dtype", LIMITS)
+@looped("case", CASES)
+def test_the_kernel_is_the_definition(with_kernel, case, dtype):
+    check(with_kernel, case, dtype)
 
 
 def test_every_length(with_kernel):

@@ -7,8 +7,8 @@
 namespace fwp::cpu {
 namespace {
 
-// Call f(head, head of its sequence, tokens, rule) for every head, on threads; tokens(data, n) are those of the head in an array
-// (B, L, H, n), or none if it is null.
+// Call f(head, marks, tokens, rule) for every head, on threads. tokens(data, n) are those of the head in an array (B, L, H, n).
+// There are none if it is null.
 template <typename A, typename F>
 void for_heads(const RecurrentSizes& size, const A* weights, F f) {
   const int64_t d = size.d, grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * d * d * 8));
