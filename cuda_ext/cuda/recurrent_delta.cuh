@@ -252,7 +252,7 @@ struct RecurrentBackwardPass {
             back[0] = fma(k[i] * (d_k_row[i] - mean_k[0]), of_k[i], fma(d_e_row[i], of_v[i], back[0]));
           }
           add_lanes(back, Block::kLanes);
-          const A s = tanh(mark & kBegins ? A(0) : token[4 * kSize + column]);
+          const A s = tanh(token[4 * kSize + column]);
           m = fma(d_rate, of_rate, back[0]) * (A(1) - s * s);
         } else {
           m = d_logit_q;
