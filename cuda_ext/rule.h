@@ -106,4 +106,29 @@ struct TokenTensorsOf {
   }
 };
 
+// Of the recurrent delta rule (cpu/recurrent_delta.h), what happens before a token: the state is emptied; the token is padding,
+// and changes nothing.
+enum Mark : uint8_t { kBegins = 1, kIsPadding = 2 };
+
+// The arrays of its passes are contiguous. Those of tokens are (B, L, H, n), where n is 3 d + 1 in x and saved, and else d. Marks
+// are (B, L), weights R (H, d, 3 d + 1), memories (B, H, d, d). `kept` has a memory before each kKeptEvery tokens of a head, and
+// first_output is o (B, H, d) before the first. Null: z, marks and weights are zeros; saved and kept are not written.
+struct RecurrentSizes {
+  int64_t B, L, H, d;
+  const uint8_t* marks;
+  constexpr int64_t gates() const { return 3 * d + 1; }
+  constexpr int64_t chunks() const { return (L + kKeptEvery - 1) / kKeptEvery; }
+};
+template <typename A>
+struct RecurrentDeltaForward : RecurrentSizes {
+  const A *weights, *first_output, *x, *z;
+  A *memory, *out, *saved, *kept;  // memory: before the first token, replaced by that after the last
+};
+// memory: after the last token; d_memory: its gradient, replaced by that of the memory before the first.
+template <typename A>
+struct RecurrentDeltaBackward : RecurrentSizes {
+  const A *weights, *first_output, *memory, *out, *saved, *kept, *d_out;
+  A *d_x, *d_z, *d_memory, *d_first_output;
+};
+
 }  // namespace fwp

@@ -33,9 +33,6 @@ FWP_INLINE Vector<double> hyperbolic_tangent(Vector<double> x) {
   return x;
 }
 
-// What happens before a token: the state is emptied; the token is padding, and changes nothing.
-enum Mark : uint8_t { kFirst = 1, kPadding = 2 };
-
 template <typename A>
 class RecurrentDelta {
  public:
@@ -59,16 +56,16 @@ class RecurrentDelta {
   }
 
   // `length` tokens. z and marks may be null. saved: q, k, e and b of each token; kept: W before each kKeptEvery tokens. Both
-  // may be null. memory and output, d^2 and d numbers, are replaced.
-  void forward(int64_t length, Tokens<const A> x, Tokens<const A> z, const uint8_t* marks, A* memory, A* output, Tokens<A> out,
-               Tokens<A> saved, A* kept) {
+  // may be null. memory, d^2 numbers, is replaced; output: o before the first token.
+  void forward(int64_t length, Tokens<const A> x, Tokens<const A> z, const uint8_t* marks, A* memory, const A* output,
+               Tokens<A> out, Tokens<A> saved, A* kept) {
     load_matrix(memory, w_);
     std::copy(output, output + d_, o_);
     for (int64_t t = 0; t < length; ++t) {
       if (kept && t % kKeptEvery == 0) store_matrix(w_, kept + t / kKeptEvery * d_ * d_);
       const uint8_t mark = marks ? marks[t] : 0;
-      if (mark & kFirst) clear(w_), std::fill(o_, o_ + d_, A(0));
-      if (mark & kPadding) {
+      if (mark & kBegins) clear(w_), std::fill(o_, o_ + d_, A(0));
+      if (mark & kIsPadding) {
         if (saved.data) std::fill(saved[t], saved[t] + gates_, A(0));
       } else {
         const A b = step(x[t], z.data ? z[t] : nullptr);
@@ -80,7 +77,6 @@ class RecurrentDelta {
       std::copy(o_, o_ + d_, out[t]);
     }
     store_matrix(w_, memory);
-    std::copy(o_, o_ + d_, output);
   }
 
   // memory: W after the last token; output: o before the first; out, saved, kept: results of the forward pass. d_memory and
@@ -93,8 +89,8 @@ class RecurrentDelta {
     for (int64_t t = length; t-- > 0;) {
       if ((t + 1) % kKeptEvery == 0 && t + 1 < length) load_matrix(kept + (t + 1) / kKeptEvery * d_ * d_, w_);
       const uint8_t mark = marks ? marks[t] : 0;
-      const bool is_first = mark & kFirst;
-      if (mark & kPadding) {
+      const bool is_first = mark & kBegins;
+      if (mark & kIsPadding) {
         for (int64_t i = 0; i < d_; ++i) m_[i] += d_out[t][i];
         std::fill(d_x[t], d_x[t] + gates_, A(0)), std::fill(d_z[t], d_z[t] + d_, A(0));
       } else {
@@ -258,8 +254,8 @@ class RecurrentDelta {
     clear(w_);  // NaN times the zeros of padding lanes was NaN there: it would reach all earlier documents
     load_matrix(kept + begin / kKeptEvery * d_ * d_, w_);
     for (int64_t s = begin; s < t; ++s) {
-      if (marks[s] & kFirst) clear(w_);
-      if (marks[s] & kPadding) continue;
+      if (marks[s] & kBegins) clear(w_);
+      if (marks[s] & kIsPadding) continue;
       const A *k = saved[s] + d_, *e = saved[s] + 2 * d_, b = saved[s][3 * d_];
       for (int64_t i = 0; i < d_; ++i)
         for (int64_t j = 0; j < d_; ++j) w_[i][j] += k[i] * (b * e[j]);

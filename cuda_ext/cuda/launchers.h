@@ -82,4 +82,10 @@ size_t workspace_bytes(const Call& call, bool is_backward);
 const char* forward(const Call& call, const Inputs& in, const Outputs& to);
 const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to);
 
+// The same for the recurrent delta rule.
+const char* recurrent_delta(const RecurrentDeltaForward<float>& given, void* stream);
+const char* recurrent_delta(const RecurrentDeltaForward<double>& given, void* stream);
+const char* recurrent_delta(const RecurrentDeltaBackward<float>& given, void* stream);
+const char* recurrent_delta(const RecurrentDeltaBackward<double>& given, void* stream);
+
 }  // namespace fwp::cuda

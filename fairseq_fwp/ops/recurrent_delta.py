@@ -1,12 +1,15 @@
 """The delta rule whose queries, keys, values and rates see the last output: Recurrent Delta Nets, and Delta RNNs.
 
 Irie, Schlag, Csordas & Schmidhuber 2021, "Going Beyond Linear Transformers with Recurrent Fast Weight Programmers"
-(arXiv 2106.06295). It runs token by token: its operators have kernels for a CPU. Elsewhere, and without a compiler,
-PyTorch computes the definition.
+(arXiv 2106.06295). It runs token by token: its operators have kernels for a CPU, and for CUDA up to d = 64. Elsewhere,
+and without a compiler, PyTorch computes the definition.
 
 Shapes: B batch, L tokens, H heads, d numbers of a head.
 """
 
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,11 +17,13 @@ from torch import Tensor
 
 from .arguments import expect_shape, outer, retrieve, state_dtype
 from .fast_weights import KEPT_EVERY
-from .kernels.backend import kernel_ready
+from .kernels import self_check
+from .kernels.backend import kernel_ready, warn_of_size
 from .operator import Context, define, refuse_double_backward
 from .rule import is_transformed
 
-FIRST, PADDING = 1, 2  # the bits of a mark: Mark of cuda_ext/cpu/recurrent_delta.h
+FIRST, PADDING = 1, 2  # the bits of a mark: Mark of cuda_ext/rule.h
+GREATEST = {"cuda": 64}  # d: kGreatestRecurrentDelta of cuda_ext/cuda/recurrent_delta.cuh
 
 
 def recurrent_delta(
@@ -42,8 +47,8 @@ def recurrent_delta(
     x: (B, L, H, 3 d + 1), for each head q, k, v and b; weights: R (H, d, 3 d + 1); z: (B, L, H, d), None = zeros.
     memory (B, H, d, d), output (B, H, d): before the first token, None = zeros.
     first (B, L), bool: tokens before which both are empty; padding (B, L), bool: tokens that change neither.
-    backend: "reference" is the definition, which can be differentiated any number of times; any other: the kernel, on a
-    CPU.
+    backend: "reference" is the definition, which can be differentiated any number of times; any other: the kernel, or
+    with a warning the definition where d is too large for it. "kernel" refuses that with a RuntimeError.
 
     Raises ValueError for other shapes, and TypeError for numbers that are not real or masks that are not bool.
     """
@@ -72,7 +77,7 @@ def recurrent_delta(
             marks = mark if marks is None else marks + mark
     x, memory, output = (part.to(dtype).contiguous() for part in (x, memory, output))
     weights, z = (None if part is None else part.to(dtype).contiguous() for part in (weights, z))
-    if backend == "reference" or is_transformed() or not x.is_cpu:
+    if backend == "reference" or is_transformed() or _lacks_kernel(output, backend == "kernel"):
         out, memory = definition(x, weights, z, memory, output, marks)
     else:
         keeps = torch.is_grad_enabled() and any(
@@ -80,6 +85,13 @@ def recurrent_delta(
         )
         out, memory, *_ = _forward(x, weights, z, memory, output, marks, keeps)
     return out, memory, out[:, -1] if length else output
+
+
+def _lacks_kernel(output: Tensor, required: bool) -> bool:
+    kind, device = output.device.type, str(output.device)
+    if kind not in ("cpu", "cuda") or warn_of_size(output, output, required, GREATEST):
+        return True
+    return kind in self_check.CHECKED and self_check.warn_of_fault(CHECK.name, device, required)
 
 
 def definition(
@@ -114,7 +126,7 @@ _INPUTS = "Tensor x, Tensor? weights, Tensor? z, Tensor memory, Tensor output, T
 @define("recurrent_delta", f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
 def _forward(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """Return o, the memory, and for the backward pass q, k, e and b of each token, and the memory of each chunk."""
-    if x.device.type == "cpu" and kernel_ready("cpu"):
+    if kernel_ready(x.device.type):
         return torch.ops.fwp.recurrent_delta(x, *given)
     return without_kernel(x, *given)
 
@@ -124,7 +136,7 @@ def without_kernel(
 ) -> tuple[Tensor, ...]:
     """Return the same from the definition; for the backward pass x, and the first memory for each chunk."""
     out, last = definition(x, weights, z, memory, output, marks)
-    return out, last.clone(), x.clone(), _of_chunks(x, memory).copy_(memory.unsqueeze(2)).flatten(0, 2)
+    return out, last.clone(), x.clone(), memory.unsqueeze(2).repeat(1, 1, -(-x.shape[1] // KEPT_EVERY), 1, 1)
 
 
 @define(
@@ -132,47 +144,26 @@ def without_kernel(
     "(Tensor? weights, Tensor? z, Tensor output, Tensor? marks, Tensor last, Tensor out, Tensor saved, Tensor kept,"
     " Tensor d_out, Tensor d_last) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(
-    weights: Tensor | None,
-    z: Tensor | None,
-    output: Tensor,
-    marks: Tensor | None,
-    last: Tensor,
-    out: Tensor,
-    saved: Tensor,
-    kept: Tensor,
-    d_out: Tensor,
-    d_last: Tensor,
-) -> tuple[Tensor, ...]:
+def _backward(weights: Tensor | None, z: Tensor | None, output: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x, z, the memory and the output before the first token."""
-    memory = kept.view(*last.shape[:2], -1, *last.shape[2:])[:, :, 0] if len(kept) else last
-
-    def of(x: Tensor, z: Tensor, memory: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        return definition(x, weights, z, memory, output, marks)
-
-    given = (saved, torch.zeros_like(out) if z is None else z, memory, output)
-    gradients: tuple[Tensor, ...] = torch.func.vjp(of, *given)[1]((d_out, d_last))
+    marks, last, out, saved, kept, *of_results = given
+    at = (saved, torch.zeros_like(out) if z is None else z, kept[:, :, 0] if kept.numel() else last, output)
+    pull_back = torch.func.vjp(lambda x, z, memory, output: definition(x, weights, z, memory, output, marks), *at)[1]
+    gradients: tuple[Tensor, ...] = pull_back(tuple(of_results))
     return gradients
-
-
-def _of_chunks(x: Tensor, memory: Tensor) -> Tensor:
-    """Return room for the memory (B, H, chunks, d, d) before each chunk."""
-    chunks = (x.shape[1] + KEPT_EVERY - 1) // KEPT_EVERY
-    return x.new_empty(*memory.shape[:2], chunks, *memory.shape[2:])
 
 
 @torch.library.register_fake(_forward)
 def _(x: Tensor, _: None, __: None, memory: Tensor, output: Tensor, marks: None, keeps: bool) -> tuple[Tensor, ...]:
     out = x.new_empty(*x.shape[:3], output.shape[-1])
-    saved = torch.empty_like(x) if keeps else x.new_empty(0)
-    kept = _of_chunks(x, memory).flatten(0, 2) if keeps else memory.new_empty(0, *memory.shape[2:])
+    saved, chunks = torch.empty_like(x) if keeps else x.new_empty(0), -(-x.shape[1] // KEPT_EVERY) if keeps else 0
+    kept = x.new_empty(*memory.shape[:2], chunks, *memory.shape[2:])
     return out, torch.empty_like(memory), saved, kept
 
 
 @torch.library.register_fake(_backward)
-def _(
-    _: None, __: None, output: Tensor, ___: None, last: Tensor, out: Tensor, saved: Tensor, *____: Tensor
-) -> tuple[Tensor, ...]:
+def _(*given: Any) -> tuple[Tensor, ...]:
+    _, _, output, _, last, out, saved, *_ = given
     return torch.empty_like(saved), torch.empty_like(out), torch.empty_like(last), torch.empty_like(output)
 
 
@@ -183,11 +174,9 @@ def _setup_context(ctx: Context, inputs: tuple[Tensor | None, ...], output: tupl
     ctx.save_for_backward(weights, z, fed_back, marks, last, out, saved, kept)
 
 
-def _differentiate(ctx: Context, d_out: Tensor, d_last: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-    weights, z, output, marks, last, out, saved, kept = ctx.saved_tensors
-    d_x, d_z, d_memory, d_output = _backward(
-        weights, z, output, marks, last, out, saved, kept, d_out.contiguous(), d_last.contiguous()
-    )
+def _differentiate(ctx: Context, d_out: Tensor, d_last: Tensor, *__: object) -> tuple[Tensor | None, ...]:
+    weights, z, output, marks, _, out, _, _ = saved = ctx.saved_tensors
+    d_x, d_z, d_memory, d_output = _backward(*saved, d_out.contiguous(), d_last.contiguous())
     d_weights = None
     if weights is not None and ctx.needs_input_grad[1]:
         before = torch.cat([output.unsqueeze(1), out[:, :-1]], dim=1) if out.shape[1] else out
@@ -199,3 +188,22 @@ def _differentiate(ctx: Context, d_out: Tensor, d_last: Tensor, *_: object) -> t
 
 torch.library.register_autograd(_forward, _differentiate, setup_context=_setup_context)
 refuse_double_backward(_backward)
+
+
+def _compare(device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[tuple[Any, Any, torch.dtype]]:
+    """Yield results of the kernel, those of the definition in float64, and the dtype."""
+
+    def run(backend: str, *tokens: Tensor, state: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+        return recurrent_delta(*tokens, memory=state, first=first, backend=backend)[:2]
+
+    for length, dim in ((70, 16), (35, 20), (35, 64)):
+        out, state = [2, length, 2, dim], [2, 2, dim, dim]
+        shapes = {"x": [*out[:3], 3 * dim + 1], "weights": [2, dim, 3 * dim + 1], "z": out, "d_out": out}
+        inputs = self_check.sample(shapes | {"state": state, "d_state": state}, dim)
+        first = (torch.arange(length) == 33).expand(2, -1)
+        truth = self_check.results(partial(run, "reference"), inputs, torch.float64, torch.device("cpu"), first)
+        for dtype in dtypes:
+            yield self_check.results(partial(run, "auto"), inputs, dtype, device, first), truth, dtype
+
+
+CHECK = SimpleNamespace(name="recurrent_delta", has_kernel=True, compare=_compare)  # for `self_check.check_in_child`

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 from emulator import HERE, KERNELS, build, compiler, make_once
 from operator_cases import ONE_OF_A_FORM
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from fairseq_fwp.ops.kernels import library
+from fairseq_fwp.ops.kernels import library, self_check
 from fairseq_fwp.ops.kernels.build import _flags
+from fairseq_fwp.ops.recurrent_delta import CHECK
 
 LIMITS = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SHAPE = (2, 2, 70, 16, 20)  # with chunks on tensor cores, and kept states
@@ -116,3 +118,20 @@ def check_all(every: bool) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for shape in (SHAPE, IN_SEGMENTS, (1, 3, 5300, 16, 16)):  # the last could have six segments, and has four
             check_shapes(shape, dtype)
+
+
+def check_recurrent_delta() -> None:
+    """Check the rule that sees its last output, and that what a kernel would read wrongly is refused."""
+    prepare()
+    assert self_check._check(CHECK, torch.device("cpu")) == ""
+    x, memory, output = torch.zeros(2, 3, 4, 196), torch.zeros(2, 4, 65, 65), torch.zeros(2, 4, 65)
+    for changed, message in (
+        ({}, "recurrent_delta takes heads of up to 64 numbers, got 65"),
+        ({"x": x.mT.contiguous().mT}, "x must be contiguous"),
+        ({"x": x.half()}, "x must have shape .* in float32 or float64, got Half"),
+        ({"memory": memory.double()}, "memory must be a Float tensor"),
+        ({"marks": torch.zeros(2, 3)}, "marks must be a Byte tensor of"),
+    ):
+        given = {"x": x, "weights": None, "z": None, "memory": memory, "output": output, "marks": None} | changed
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.fwp.recurrent_delta(**given, keeps=False)

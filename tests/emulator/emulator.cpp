@@ -2,12 +2,18 @@
 
 #include <cstdlib>
 
-// A mutation test needs only the rules that it tests, or only maps.
-#if !defined(EMULATOR_SUM) && !defined(EMULATOR_DELTA) && !defined(EMULATOR_FORGET) && !defined(EMULATOR_MAPS)
+// A mutation test needs only the rules that it tests, only maps, or only the recurrent delta rule.
+#if !defined(EMULATOR_SUM) && !defined(EMULATOR_DELTA) && !defined(EMULATOR_FORGET) && !defined(EMULATOR_MAPS) && \
+    !defined(EMULATOR_RECURRENT)
 #define EMULATOR_SUM
 #define EMULATOR_DELTA
 #define EMULATOR_FORGET
 #define EMULATOR_MAPS
+#define EMULATOR_RECURRENT
+#endif
+
+#ifdef EMULATOR_RECURRENT
+#include "rules/recurrent_delta.cu"
 #endif
 
 #ifdef EMULATOR_FORGET
@@ -20,7 +26,7 @@
 #include "rules/gated_delta_by_key.cu"
 #include "rules/removal.cu"
 #include "rules/sum.cu"
-#elif defined(EMULATOR_MAPS)
+#elif defined(EMULATOR_MAPS) || defined(EMULATOR_RECURRENT)
 #include "launch_map.cuh"
 
 namespace fwp::cuda {
@@ -94,6 +100,19 @@ extern "C" const char* emulator_backward(const Pretended* how, const Call* call,
 extern "C" const char* emulator_map(const Pretended* how, const Projection* given, void* d_projection) {
   pretend(*how);
   return d_projection ? map_backward(*given, d_projection) : map_forward(*given);
+}
+#endif
+
+#ifdef EMULATOR_RECURRENT
+// pass: RecurrentDeltaForward or RecurrentDeltaBackward, of float or double.
+extern "C" const char* emulator_recurrent_delta(const Pretended* how, bool is_double, bool is_backward, const void* pass) {
+  pretend(*how);
+  const auto run = [&](auto number) {
+    using A = decltype(number);
+    return is_backward ? recurrent_delta(*static_cast<const RecurrentDeltaBackward<A>*>(pass), nullptr)
+                       : recurrent_delta(*static_cast<const RecurrentDeltaForward<A>*>(pass), nullptr);
+  };
+  return is_double ? run(double()) : run(float());
 }
 #endif
 
@@ -210,6 +229,37 @@ const char* run_maps(Type type, const Pretended& how) {
 const char* run_maps(Type, const Pretended&) { return nullptr; }
 #endif
 
+#ifdef EMULATOR_RECURRENT
+// Both passes of the recurrent delta rule on arrays of their exact sizes, with documents and padding, of one head.
+template <typename A>
+const char* run_recurrent(int64_t L, int64_t d, const Pretended& how) {
+  const auto make = [](int64_t count) { return std::vector<A>(size_t(count), A(0.5)); };
+  std::vector<uint8_t> marks(size_t(L), 0);
+  if (L > 2) marks[1] = kIsPadding, marks[size_t(L - 1)] = kBegins;
+  const RecurrentSizes n{1, L, 1, d, marks.data()};
+  auto weights = make(d * n.gates()), x = make(L * n.gates()), saved = x, d_x = x, z = make(L * d), out = z, d_out = z, d_z = z;
+  auto output = make(d), d_output = output, memory = make(d * d), d_memory = memory, kept = make(n.chunks() * d * d);
+  const RecurrentDeltaForward<A> forward{
+      n, weights.data(), output.data(), x.data(), z.data(), memory.data(), out.data(), saved.data(), kept.data()};
+  const RecurrentDeltaBackward<A> backward{n,            weights.data(), output.data(), memory.data(), out.data(),
+                                           saved.data(), kept.data(),    d_out.data(),  d_x.data(),    d_z.data(),
+                                           d_memory.data(), d_output.data()};
+  const char* const error = emulator_recurrent_delta(&how, sizeof(A) == 8, false, &forward);
+  return error ? error : emulator_recurrent_delta(&how, sizeof(A) == 8, true, &backward);
+}
+
+const char* run_recurrent(const Pretended& how) {
+  for (const int64_t L : {1, 35})
+    for (const int64_t d : {3, 16, 20, 33}) {
+      if (const char* const error = run_recurrent<float>(L, d, how)) return error;
+      if (const char* const error = run_recurrent<double>(L, d, how)) return error;
+    }
+  return nullptr;
+}
+#else
+const char* run_recurrent(const Pretended&) { return nullptr; }
+#endif
+
 // Says an error; returns whether there is one.
 bool fails(const char* error) {
   if (error) std::fprintf(stderr, "%s\n", error);
@@ -223,7 +273,7 @@ int main(int count, char** arguments) {
   for (const Type type : {Type::float32, Type::float64, Type::bfloat16, Type::float16})
     for (const int multiprocessors : {132, 1}) {
       const Pretended how{multiprocessors == 1, multiprocessors, 227};
-      if (fails(run_maps(type, how))) return 1;
+      if (fails(run_maps(type, how)) || (type == Type::float32 && fails(run_recurrent(how)))) return 1;
       for (int i = 1; i + 4 < count; i += 5) {
         const auto at = [&](int n) { return int64_t(std::atoll(arguments[i + n])); };
         const Sizes size{at(0), at(1), at(2), at(3), at(4)};

@@ -11,13 +11,14 @@ from nvcc import compile_source, compiled_kernels, needs_nvcc, parse_report
 # three; float64 takes two for each number. The backward scan of a fading rule has a state and its gradient. The
 # passes on the tensor cores, whose threads hold 64 numbers of the state where it has 128 rows, have one block of 256.
 GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255, "segments": 128, "maps": 64}
+GREATEST |= {"recurrent_deltas": 255}
 # For each of the eight rules, the forward scan in three shapes (float64: two), and the backward scan in four (two).
 # Four kernels of sums. On tensor cores (L), for each of four numbers of rows: both passes of four rules and their
 # gradients of keys, and with decays by key, for two types, the states of four rules in both directions. For any
 # rows, these four have the scores and the gradients of keys, for two types. One kernel goes from segment to segment.
-# Both passes of maps, for four types.
+# Both passes of maps, for four types; and of the recurrent delta rule, for two types and three sizes of heads.
 KERNELS_BY_TYPE = {"f": 8 * (3 + 4) + 4, "d": 8 * (2 + 2) + 4, "L": (4 * 3 + 2 * 4 * 2) * 4 + 2 * 4 * 2}
-KERNELS_BY_TYPE |= {"segments": 1, "maps": 2 * 4}
+KERNELS_BY_TYPE |= {"segments": 1, "maps": 2 * 4, "recurrent_deltas": 2 * 2 * 3}
 # Bytes of local memory, at most, of all architectures: these passes use all registers, and keep some addresses outside.
 # The most are those of float32, in three parts; in bfloat16, gradients have up to 272 and walks up to 112.
 GREATEST_STACK = {
@@ -27,6 +28,9 @@ GREATEST_STACK = {
     "KeyScores": 32,
     "segments_kernel": 8,
     "MapPassIdLb1E": 8,
+    "RecurrentForwardPassIdLi64E": 184,  # float64 is there to check the rest
+    "RecurrentBackwardPassIdLi64E": 888,
+    "RecurrentBackwardPassIdLi32E": 32,
     "RecurrentForwardIfLNS_5FadesE1ELNS_6ErasesE1EEELi16E": 8,
     "ILi16ELb1E": 32,
     "ILi32ELb1E": 24,
@@ -42,7 +46,7 @@ GREATEST_STACK = {
 
 def type_of(usage):
     """Return the first template argument that is not a class, in the compiler's spelling, or what others are for."""
-    of_others = re.search(r"(map|segment)s?_kernel", usage.kernel)
+    of_others = re.search(r"(map|segment|recurrent_delta)s?_kernel", usage.kernel)
     return f"{of_others[1]}s" if of_others else re.search(r"I([fdL])", usage.kernel)[1]
 
 

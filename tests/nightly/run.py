@@ -32,7 +32,7 @@ FORK = multiprocessing.get_context("fork")  # with what main() has imported, whi
 COMPILED = "from fairseq_fwp.ops import kernels; print(kernels.load_kernels('cpu').path, end='')"
 CHANGE = re.compile("«(.*?)→(.*?)»", re.DOTALL)
 KERNELS = "cuda_ext/cuda/"  # mutants that the emulator runs, in test_kernel_mutants.py
-ON_CUDA = ("cuda.cpp", "cuda_map.cpp", "cuda_tensors.h")
+ON_CUDA = ("cuda.cpp", "cuda_map.cpp", "cuda_recurrent_delta.cpp", "cuda_tensors.h")
 # The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
 TESTS = {
     **dict.fromkeys((f"cuda_ext/bindings/{name}" for name in ON_CUDA), "emulator/test_binding.py"),

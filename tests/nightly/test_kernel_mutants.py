@@ -13,6 +13,8 @@ from operator_cases import CASES, as_double, cotangents_of, make_case, reference
 from support.subjects import relative_error
 from test_maps import differentiate, run_all, sample
 from test_maps import make_case as make_map
+from test_recurrent_kernel import check as check_recurrent
+from test_recurrent_kernel import use_kernel
 from test_sanitizer import run_watched
 
 from fairseq_fwp.ops.projection import Part
@@ -98,13 +100,32 @@ def fault(emulator, given_cases):
     return ""
 
 
+def fault_of_recurrent_delta(emulator):
+    """Return the fault, if any, that the checks of the recurrent delta rule find."""
+    for case in ((70, 5, "wzms"), (37, 17, "zms")):
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                check_recurrent(functools.partial(use_kernel, patch, emulator), case, torch.float64)
+            except (AssertionError, EmulatorError) as error:
+                return str(error) or "wrong"
+    return ""
+
+
 @pytest.mark.parametrize("kind", ["rules", "sums", "segments"])
 def test_no_mistake_no_fault(kind):
     assert fault(Emulator(build()), cases(kind)) == ""
 
 
-def test_no_mistake_no_fault_of_maps():
-    assert fault_of_maps(Emulator(build(flags=["-O0", "-DEMULATOR_MAPS"]))) == ""
+ALONE = {
+    "maps": ("-DEMULATOR_MAPS", fault_of_maps),
+    "recurrent_delta": ("-DEMULATOR_RECURRENT", fault_of_recurrent_delta),
+}
+
+
+@pytest.mark.parametrize("how", ALONE)
+def test_no_mistake_no_fault_of_what_is_built_alone(how):
+    flag, find = ALONE[how]
+    assert find(Emulator(build(flags=["-O0", flag]))) == ""
 
 
 @pytest.mark.parametrize(
@@ -121,8 +142,9 @@ def test_a_mutant_is_found(mutant, tmp_path):
         watched = run_watched(kernels, (f"-DEMULATOR_{how.split()[1]}",), tmp_path)
         assert watched.returncode != 0 and complaint in watched.stderr
         return
-    if how == "maps":
-        found = fault_of_maps(Emulator(build(kernels, flags=["-O0", "-DEMULATOR_MAPS"], folder=tmp_path)))
+    if how in ALONE:
+        flag, find = ALONE[how]
+        found = find(Emulator(build(kernels, flags=["-O0", flag], folder=tmp_path)))
         assert found and complaint in found
         return
     together = how in ("sums", "segments")

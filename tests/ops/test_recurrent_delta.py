@@ -7,6 +7,7 @@ import torch
 from support.pairwise import looped
 
 from fairseq_fwp.ops import recurrent_delta as operators
+from fairseq_fwp.ops.kernels import backend, self_check
 from fairseq_fwp.ops.recurrent_delta import recurrent_delta
 
 B, H = 2, 3
@@ -123,6 +124,28 @@ def test_without_a_kernel(monkeypatch):
     monkeypatch.setattr(operators, "_forward", Function.apply)
     for x, y in zip(run(given), expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_what_the_kernel_does_not_take_runs_as_the_definition(monkeypatch):
+    """Because it is too large, or because the check before the first use has found a fault."""
+    given, faults = sample(3, 5, "wzms"), {"recurrent_delta": "out is off"}
+    expected = recurrent_delta(**given, backend="reference")
+    monkeypatch.setattr(self_check, "find_faults", lambda device: faults)
+    for change, message in (
+        (
+            (operators, "GREATEST", {"cpu": 4}),
+            "at most 4 dimensions for its kernels, got \\(5, 5\\)",
+        ),
+        ((self_check, "CHECKED", ("cpu",)), "differs from the reference: out is off"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            patch.setattr(backend, "_warned", set())
+            patch.setattr(self_check, "_warned", set())
+            with pytest.warns(RuntimeWarning, match=message):
+                assert all(map(torch.equal, recurrent_delta(**given), expected))
+            with pytest.raises(RuntimeError, match=message):
+                recurrent_delta(**given, backend="kernel")
 
 
 def test_compiled():

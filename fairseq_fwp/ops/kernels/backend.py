@@ -11,15 +11,13 @@ GREATEST_SIZE = {"cuda": 512}
 _warned: set[str] = set()
 
 
-def warn_of_size(q: Tensor, v: Tensor, required: bool) -> bool:
+def warn_of_size(q: Tensor, v: Tensor, required: bool, greatest_sizes: dict[str, int] | None = None) -> bool:
     """Warn once if keys or values are too large for their device's kernel, and return whether they are.
 
-    Raises RuntimeError instead if the kernel is required.
+    greatest_sizes: by device type; None: of the rules. Raises RuntimeError instead if the kernel is required.
     """
-    if q.device.type not in GREATEST_SIZE:
-        return False
-    greatest, sizes = GREATEST_SIZE[q.device.type], (*q.shape[-1:], *v.shape[-1:])
-    if max(sizes, default=0) <= greatest:
+    greatest, sizes = (greatest_sizes or GREATEST_SIZE).get(q.device.type), (*q.shape[-1:], *v.shape[-1:])
+    if greatest is None or max(sizes, default=0) <= greatest:
         return False
     reason = f"keys and values must have at most {greatest} dimensions for its kernels, got {sizes}; use smaller heads"
     if required:

@@ -128,8 +128,9 @@ def _digest(library: Path) -> str:
 CHILD = """
 from fairseq_fwp.ops.kernels.self_check import check_in_child
 from fairseq_fwp.modules.attention.map_check import MAPS
+from fairseq_fwp.ops.recurrent_delta import CHECK
 from fairseq_fwp.ops.rules import RULES
-check_in_child([*RULES, MAPS])
+check_in_child([*RULES, MAPS, CHECK])
 """
 ALL = "all"  # a child's line after the last rule
 MARK = b"\x1efairseq_fwp self-check\x1e"  # before a child's own lines: PyTorch and others print what they like
@@ -214,6 +215,7 @@ def _lines_of(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
 def check_in_child(rules: Sequence[Any]) -> None:
     """Check rules from a number on, and print each result."""
     _, device, begun = sys.argv
+    _faults[device] = {}  # what is checked here is used
     torch.zeros(1, device=device)  # without this, the first rule would be blamed for a device that does not work
     for rule in [rule for rule in rules if rule.has_kernel][int(begun) :]:
         _print(rule.name, None)
@@ -254,16 +256,16 @@ def _compare(rule: Any, device: torch.device) -> Iterator[tuple[dict[str, Tensor
             **dict(zip(rule.gates, gates, strict=True)),
         }
         shapes |= {"state": state, "d_out": (*token, "Dv"), "d_state": state}
-        inputs = _sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
+        inputs = sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
         documents = (torch.arange(sizes["L"]) == 33).expand(sizes["B"], -1)
         usual = ((None, tuple(LIMITS)), (documents, (torch.float32, torch.bfloat16)))
         for first, dtypes in ((None, (torch.bfloat16,)),) if sizes in LONG else usual:
-            truth = _results(rule.reference, inputs, torch.float64, torch.device("cpu"), first)
+            truth = results(rule.reference, inputs, torch.float64, torch.device("cpu"), first)
             for dtype in dtypes:
-                yield _results(rule.operator, inputs, dtype, device, first), truth, dtype
+                yield results(rule.operator, inputs, dtype, device, first), truth, dtype
 
 
-def _sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor]:
+def sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor]:
     """Return arguments and gradients in float64 that are exact in bfloat16: keys of sum one, gates from 1/2 to 1."""
     generator, tensors = torch.Generator().manual_seed(0), {}
     for name, shape in shapes.items():
@@ -274,7 +276,7 @@ def _sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor
     return tensors
 
 
-def _results(compute: Any, inputs: dict[str, Tensor], dtype: torch.dtype, device: torch.device, first: Any) -> Any:
+def results(compute: Any, inputs: dict[str, Tensor], dtype: torch.dtype, device: torch.device, first: Any) -> Any:
     """Return out, the new state and all gradients by name, in float64 on the CPU."""
     of_state = torch.promote_types(dtype, torch.float32)
     moved = {name: x.to(device, of_state if "state" in name else dtype) for name, x in inputs.items()}

@@ -1,4 +1,4 @@
-// cuda.cpp and cuda_map.cpp for CPU tensors: the operators' kernels on CUDA tensors, whose launchers are the emulator's.
+// The files of CUDA tensors for CPU tensors: the operators' kernels on CUDA tensors, whose launchers are the emulator's.
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -9,3 +9,4 @@
 #define CUDA CPU
 #include "cuda.cpp"
 #include "cuda_map.cpp"
+#include "cuda_recurrent_delta.cpp"

@@ -9,7 +9,10 @@ from operator_cases import CASES, cotangents_of, make_case
 from test_kernels import HOPPER
 from test_maps import make_case as make_map
 from test_maps import run_all, sample
-from test_ptx import launch_all
+from test_ptx import RECURRENT, launch_all
+from test_recurrent_delta import run as run_recurrent
+from test_recurrent_delta import sample as sample_recurrent
+from test_recurrent_kernel import use_kernel
 
 pytestmark = needs_nvcc
 
@@ -49,6 +52,16 @@ def test_launches_give_the_bits_of_other_launches(host_code, interpreter, rule, 
             found = host_code.results(given, erases, gradients, shared_kib=HOPPER)
             for name, x in interpreter.results(given, erases, gradients, shared_kib=HOPPER).items():
                 assert torch.equal(found[name], x), (name, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_launches_of_the_recurrent_delta_rule(host_code, interpreter, monkeypatch, dtype):
+    for case in RECURRENT:
+        given, found = sample_recurrent(*case, dtype), []
+        for operator in (host_code, interpreter):
+            use_kernel(monkeypatch, operator)
+            found.append(run_recurrent(given))
+        assert all(map(torch.equal, *found)), case
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import re
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from test_kernels import (
 from test_maps import CASES as MAP_CASES
 from test_maps import differentiate, run_all, sample
 from test_maps import make_case as make_map
+from test_recurrent_delta import run as run_recurrent
+from test_recurrent_delta import sample as sample_recurrent
+from test_recurrent_kernel import check as check_recurrent
+from test_recurrent_kernel import use_kernel
 
 from fairseq_fwp.ops.projection import Part
 
@@ -129,6 +134,16 @@ def test_maps(interpreter, name, norm):
             check_map(interpreter, name, norm, dtype, width=8)
 
 
+# A state before the first token, documents and padding, for each size of a kernel.
+RECURRENT = [(70, 5, "wzms"), (35, 16, "zms"), (9, 17, "wms"), (37, 40, "wzms")]
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_recurrent_delta_rule(interpreter, monkeypatch, case):
+    for dtype in (torch.float64, torch.float32):
+        check_recurrent(partial(use_kernel, monkeypatch, interpreter), case, dtype)
+
+
 def launch_all(interpreter, operator):
     """Return the names of the kernels that an operator launches for the cases above, without executing them."""
     interpreter.launched(execute=False)
@@ -142,6 +157,10 @@ def launch_all(interpreter, operator):
     for dtype in MAP_LIMITS:
         case = make_map("elu", "sum")
         run_all(operator, case, *sample(case.layout, dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        use_kernel(patch, operator)
+        for case, dtype in product(RECURRENT, (torch.float32, torch.float64)):
+            run_recurrent(sample_recurrent(*case, dtype))
     return interpreter.launched()
 
 
@@ -178,6 +197,19 @@ def test_each_missing_barrier_or_wait_is_found(interpreter):
                     missed.add(f"{re.search('Chunk[A-Z][a-z]+', kernel)[0]} {name}")
         interpreter.load(interpreter.kernels[kernel])
     assert missed == set() and count == 54
+
+
+def test_each_missing_barrier_of_the_recurrent_delta_rule_is_found(interpreter, monkeypatch):
+    count = 0
+    for kernel in sorted(name for name in interpreter.kernels if "PassIfLi16E" in name and "recurrent" in name):
+        for name, text in without_syncs(interpreter.kernels[kernel]):
+            interpreter.load(text)
+            count += 1
+            with pytest.raises(EmulatorError, match="races"):
+                check_recurrent(partial(use_kernel, monkeypatch, interpreter), RECURRENT[0], torch.float32)
+                pytest.fail(f"{kernel}: {name} is not missed")
+        interpreter.load(interpreter.kernels[kernel])
+    assert count == 9
 
 
 def test_each_missing_barrier_of_a_map_is_found(interpreter):

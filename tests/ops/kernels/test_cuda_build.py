@@ -259,7 +259,7 @@ CUDAStream getCurrentCUDAStream(signed char) { return {}; }
 """
 REGISTERED = """
 import sys, torch
-from fairseq_fwp import ops
+from fairseq_fwp.ops import recurrent_delta
 torch.ops.load_library(LIBRARY)  # it raises where a function does not have the operator's schema
 for key in ("CUDA", "AutogradCUDA"):
     print(*(name for name in OPERATORS if torch._C._dispatch_has_kernel_for_dispatch_key("fwp::" + name, key)))
@@ -287,6 +287,7 @@ def test_everything_compiles_links_and_registers(monkeypatch, tmp_path):
     said = subprocess.run(["nvcc", "-dryrun", "-shared", "x.o"], capture_output=True, text=True).stderr
     toolkit = re.findall(r'"-L([^"]+)"', said)
     operators = ["fast_weights", "map_projection", "fast_weights_backward"]
+    operators += ["recurrent_delta", "recurrent_delta_backward"]
     script = REGISTERED.replace("LIBRARY", repr(status.path)).replace("OPERATORS", repr(operators))
     found = run_isolated(script, LD_LIBRARY_PATH=":".join([str(stubs), *toolkit]))
     with_kernel, with_autograd = (line.split() for line in found.stdout.splitlines())

@@ -1,0 +1,91 @@
+// The recurrent delta rule on tensors of any device, all contiguous and of one dtype, float32 or float64: checks arguments and
+// allocates results. Logits x (B, L, H, 3 d + 1); R (H, d, 3 d + 1); outputs (B, L, H, d); memories (B, H, d, d); marks (B, L) of
+// uint8.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "arguments.h"
+
+namespace fwp {
+
+// Device::run(pass, device) is the kernel, of both passes.
+template <typename Device>
+struct RecurrentDeltaOperator {
+  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+  static Results forward(const Tensor& x, const Optional& weights, const Optional& z, const Tensor& memory,
+                         const Tensor& output, const Optional& marks, bool keeps) {
+    const RecurrentSizes n = check(x, weights, output, marks);
+    if (z) check(x, *z, "z", {n.B, n.L, n.H, n.d});
+    check(x, memory, "memory", {n.B, n.H, n.d, n.d});
+    const Tensor out = at::empty({n.B, n.L, n.H, n.d}, x.options()), last = memory.clone();
+    const Tensor saved = at::empty(keeps ? x.sizes() : at::IntArrayRef{0}, x.options());
+    const Tensor kept = at::empty({n.B, n.H, keeps ? n.chunks() : 0, n.d, n.d}, x.options());
+    with_number(x, [&]<typename A>(A) {
+      Device::run(RecurrentDeltaForward<A>{n, data<A>(weights), data<A>(output), data<A>(x), data<A>(z), to<A>(last), to<A>(out),
+                                           keeps ? to<A>(saved) : nullptr, keeps ? to<A>(kept) : nullptr},
+                  x.device());
+    });
+    return {out, last, saved, kept};
+  }
+
+  // -> the gradients of x, z, memory and output, where z is only read without a kernel. last, out, saved, kept: of the forward
+  // pass.
+  static Results backward(const Optional& weights, const Optional& /*z*/, const Tensor& output, const Optional& marks,
+                          const Tensor& last, const Tensor& out, const Tensor& saved, const Tensor& kept, const Tensor& d_out,
+                          const Tensor& d_last) {
+    const RecurrentSizes n = check(saved, weights, output, marks);
+    check(saved, last, "last", {n.B, n.H, n.d, n.d});
+    check(saved, d_last, "d_last", last.sizes());
+    check(saved, out, "out", {n.B, n.L, n.H, n.d});
+    check(saved, d_out, "d_out", out.sizes());
+    check(saved, kept, "kept", {n.B, n.H, n.chunks(), n.d, n.d});
+    const Tensor d_x = at::empty_like(saved), d_z = at::empty_like(out), d_memory = d_last.clone();
+    const Tensor d_output = at::empty_like(output);
+    with_number(saved, [&]<typename A>(A) {
+      Device::run(RecurrentDeltaBackward<A>{n, data<A>(weights), data<A>(output), data<A>(last), data<A>(out), data<A>(saved),
+                                            data<A>(kept), data<A>(d_out), to<A>(d_x), to<A>(d_z), to<A>(d_memory),
+                                            to<A>(d_output)},
+                  saved.device());
+    });
+    return {d_x, d_z, d_memory, d_output};
+  }
+
+ private:
+  template <typename A>
+  static const A* data(const Optional& x) { return x ? x->template const_data_ptr<A>() : nullptr; }
+  template <typename A>
+  static A* to(const Tensor& x) { return x.mutable_data_ptr<A>(); }
+  template <typename F>
+  static void with_number(const Tensor& x, F f) { x.scalar_type() == at::kDouble ? f(double()) : f(float()); }
+
+  static void check(const Tensor& x, const Tensor& other, const char* name, at::IntArrayRef sizes) {
+    fwp::check(name, other, sizes, x.scalar_type(), x.device());
+    TORCH_CHECK(other.is_contiguous(), name, " must be contiguous");
+  }
+  static RecurrentSizes check(const Tensor& x, const Optional& weights, const Tensor& output, const Optional& marks) {
+    TORCH_CHECK(x.dim() == 4 && x.size(3) % 3 == 1 && x.size(3) > 1 &&
+                    (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble),
+                "x must have shape (B, L, H, 3 d + 1), in float32 or float64, got ", x.scalar_type(), " of shape ", x.sizes());
+    check(x, x, "x", x.sizes());
+    fwp::check("marks", marks, x.sizes().slice(0, 2), at::kByte, x.device());
+    TORCH_CHECK(!marks || marks->is_contiguous(), "marks must be contiguous");
+    const RecurrentSizes n{x.size(0), x.size(1), x.size(2), (x.size(3) - 1) / 3, data<uint8_t>(marks)};
+    if (weights) check(x, *weights, "weights", {n.H, n.d, n.gates()});
+    check(x, output, "output", {n.B, n.H, n.d});
+    return n;
+  }
+};
+
+}  // namespace fwp
+
+#define FWP_RECURRENT_DELTA(KEY, DEVICE)                                                  \
+  TORCH_LIBRARY_IMPL(fwp, KEY, m) {                                                       \
+    m.impl("recurrent_delta", &fwp::RecurrentDeltaOperator<DEVICE>::forward);             \
+    m.impl("recurrent_delta_backward", &fwp::RecurrentDeltaOperator<DEVICE>::backward);   \
+  }
