@@ -124,7 +124,7 @@ REFUSALS = [
     *((f"echo {version}", "", f"Python {version}, but 3.10 or later") for version in ("3.8", "3.9", "2.7")),
     ("exit 127", "", "python3 does not run: install Python"),
     (f'case "$*" in *venv*) exit 1 ;; esac; exec {PYTHON} "$@"', "", "venv module is missing: install it"),
-    (f'exec {PYTHON} "$@"', "train", "an extra must be one of plots dev onnx tokenizers transformers peers, got 'train'"),
+    (f'exec {PYTHON} "$@"', "train", "an extra must be one of plots dev onnx tokenizers transformers peers, got"),
     (f'exec {PYTHON} "$@"', "plots", "g++ is missing: install it"),
 ]
 
