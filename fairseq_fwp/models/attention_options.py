@@ -138,6 +138,25 @@ class TimeMixOptions(FairseqDataclass):
 
 
 @dataclass
+class SrwmOptions(FairseqDataclass):
+    """Self-referential weight matrices, the attention `srwm`."""
+
+    srwm_rate_mean: float = option(
+        -1.0,
+        "mean of the initial columns that compute the rates of srwm: -1 or, for few images, 0 in public code",
+        same_function=True,
+    )
+    srwm_query_scale: float = option(
+        1.0,
+        "factor of the initial columns that compute the queries of srwm: 1, or 0.01 in later public code",
+        same_function=True,
+    )
+    srwm_softmax_input: bool = option(
+        False, "map each head's input of srwm by a softmax, as the paper maps it and public code can"
+    )
+
+
+@dataclass
 class PublicMapOptions(FairseqDataclass):
     """Only to load public code's weights: the favor map."""
 
@@ -173,7 +192,9 @@ class PublicCodeOptions(FairseqDataclass):
 
 
 @dataclass
-class AttentionOptions(PublicCodeOptions, PublicMapOptions, TimeMixOptions, LayerOptions, RuleOptions, MemoryOptions):
+class AttentionOptions(
+    PublicCodeOptions, PublicMapOptions, SrwmOptions, TimeMixOptions, LayerOptions, RuleOptions, MemoryOptions
+):
     """Causal attention, and in translation the linear attentions around it."""
 
 

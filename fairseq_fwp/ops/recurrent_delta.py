@@ -62,14 +62,7 @@ def recurrent_delta(
         expect_shape("z", z, B=batch, L=length, H=heads, d=dim)
     expect_shape("memory", memory, B=batch, H=heads, key=dim, value=dim)
     expect_shape("output", output, B=batch, H=heads, d=dim)
-    marks = None
-    for mask, bit in ((first, FIRST), (padding, PADDING)):
-        if mask is not None:
-            expect_shape("first, padding", mask, B=batch, L=length)
-            if mask.dtype != torch.bool:
-                raise TypeError(f"first and padding must be bool, got {mask.dtype}")
-            mark = mask.contiguous().to(torch.uint8) * bit
-            marks = mark if marks is None else marks + mark
+    marks = marks_of(first, padding, batch, length)
     x, memory, output = (part.to(dtype).contiguous() for part in (x, memory, output))
     weights, z = (None if part is None else part.to(dtype).contiguous() for part in (weights, z))
     if backend == "reference" or is_transformed() or not x.is_cpu:
@@ -80,6 +73,19 @@ def recurrent_delta(
         )
         out, memory, *_ = _forward(x, weights, z, memory, output, marks, keeps)
     return out, memory, out[:, -1] if length else output
+
+
+def marks_of(first: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Return the marks (B, L) of tokens, uint8; None = none. Raises ValueError and TypeError for other masks."""
+    marks = None
+    for mask, bit in ((first, FIRST), (padding, PADDING)):
+        if mask is not None:
+            expect_shape("first, padding", mask, B=batch, L=length)
+            if mask.dtype != torch.bool:
+                raise TypeError(f"first and padding must be bool, got {mask.dtype}")
+            mark = mask.contiguous().to(torch.uint8) * bit
+            marks = mark if marks is None else marks + mark
+    return marks
 
 
 def definition(

@@ -30,7 +30,7 @@ from fairseq_fwp.modules.attention.fast_weight import FastWeightState
 from fairseq_fwp.modules.attention.hybrid import Hybrid
 from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
 from fairseq_fwp.modules.positions import CountedPositions
-from fairseq_fwp.ops import convolution, recurrent_delta
+from fairseq_fwp.ops import convolution, recurrent_delta, srwm
 from fairseq_fwp.ops.fast_weights import Inputs, reference_of
 from fairseq_fwp.ops.rule import Rule
 from fairseq_fwp.ops.rules import RULES
@@ -338,6 +338,7 @@ def _translations() -> dict[OperatorBase, Callable[..., object]]:
         torch.ops.fwp.fast_weights.default: _linear_attention,
         torch.ops.fwp.causal_conv1d.default: convolution.definition,
         torch.ops.fwp.recurrent_delta.default: recurrent_delta.without_kernel,
+        torch.ops.fwp.srwm.default: srwm.without_kernel,
         torch.ops.aten.argsort.stable: _argsort,
     }
     for rule in RULES:
