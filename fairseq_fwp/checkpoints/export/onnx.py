@@ -337,8 +337,8 @@ def _translations() -> dict[OperatorBase, Callable[..., object]]:
     translations: dict[OperatorBase, Callable[..., object]] = {
         torch.ops.fwp.fast_weights.default: _linear_attention,
         torch.ops.fwp.causal_conv1d.default: convolution.definition,
-        torch.ops.fwp.recurrent_delta.default: recurrent_delta.without_kernel,
-        torch.ops.fwp.srwm.default: srwm.without_kernel,
+        torch.ops.fwp.recurrent_delta.default: partial(_one_token_of, recurrent_delta.definition),
+        torch.ops.fwp.srwm.default: partial(_one_token_of, srwm.definition),
         torch.ops.aten.argsort.stable: _argsort,
     }
     for rule in RULES:
@@ -350,6 +350,13 @@ def _translations() -> dict[OperatorBase, Callable[..., object]]:
 def _argsort(x: Tensor, stable: bool, dim: int) -> Tensor:
     """Of equal numbers ONNX takes the first one first, as a stable sort."""
     return x.int().topk(x.shape[dim], dim, largest=False).indices
+
+
+def _one_token_of(definition: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    *given, _ = inputs  # without what says whether the backward pass follows
+    if x.shape[1] != 1:
+        raise _OneToken
+    return *definition(x, *given), x.new_zeros(0), x.new_zeros(0)
 
 
 def _one_token(rule: Rule, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
