@@ -112,6 +112,11 @@ class RecurrentDelta {
   void store_matrix(Tokens<A> from, A* to) {
     for (int64_t i = 0; i < d_; ++i) std::copy(from[i], from[i] + d_, to + i * d_);
   }
+  // Call f(first column, vectors) for panels of the padded columns of a row.
+  template <typename F>
+  static FWP_INLINE void for_columns(int64_t columns, F f) {
+    for_panels<A, 4>(columns, f);
+  }
 
   // From o_{t-1} and W_{t-1} to o_t and W_t, with q, k and e; returns b.
   A step(const A* x, const A* z) {
@@ -128,7 +133,7 @@ class RecurrentDelta {
     multiply<A>(k_, w_, d_, d_, nullptr, e_);
     for (int64_t i = 0; i < d_; ++i) e_[i] = x_[2 * d_ + i] - e_[i], u_[i] = b * e_[i];
     for (int64_t i = 0; i < d_; ++i) o_[i] = z ? z[i] : 0;
-    for_columns<A>(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+    for_columns(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
       Vector<A> read[NV], write[NV];
       FWP_UNROLL for (int n = 0; n < NV; ++n) read[n] = load(o_ + j + n * kLanes<A>), write[n] = load(u_ + j + n * kLanes<A>);
@@ -150,7 +155,7 @@ class RecurrentDelta {
     const A b = saved[3 * d_];
     for (int64_t i = 0; i < d_; ++i) d_z[i] = l_[i] = d_out[i] + m_[i], u_[i] = b * e_[i];
     clear_products();
-    for_columns<A>(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+    for_columns(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
       Vector<A> l[NV], u[NV], of_key[NV];
       FWP_UNROLL for (int n = 0; n < NV; ++n)
@@ -173,7 +178,7 @@ class RecurrentDelta {
     A d_b = 0;
     for (int64_t i = 0; i < d_; ++i) d_b += v_[i] * e_[i], v_[i] *= b;  // v_: d_e
     clear_products();
-    for_columns<A>(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+    for_columns(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
       Vector<A> d_e[NV], u[NV];
       FWP_UNROLL for (int n = 0; n < NV; ++n) d_e[n] = load(v_ + j + n * kLanes<A>), u[n] = load(u_ + j + n * kLanes<A>);

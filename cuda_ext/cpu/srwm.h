@@ -11,8 +11,7 @@
 //     d_a = [d_y d_q d_k d_b]: d_p through softmax, d_k - d_p through softmax, d_b through sigmoid
 //     d_x = d_a W^T         G += x^T d_a
 //
-// with W before the write. C is read again before each kKeptEvery tokens, as the forward pass has kept it. The gradient of W_0
-// is all that tokens add to G, which the first token of a document clears, as it clears C.
+// with W before the write. C is read again before each kKeptEvery tokens. The gradient of W_0 is all that tokens add to G.
 #pragma once
 
 #include "recurrent_delta.h"
@@ -34,30 +33,33 @@ class Srwm {
     load_matrix(weights, w_);
   }
 
-  // `length` tokens. marks may be null. saved: q, k, b and e of each token; kept: C before each kKeptEvery tokens. Both may be
-  // null. change, C, is replaced.
-  void forward(int64_t length, Tokens<const A> x, const uint8_t* marks, A* change, Tokens<A> out, Tokens<A> saved, A* kept) {
+  // Numbers that a sequence saves: q, k, b and e of each token, and then C before each kKeptEvery tokens.
+  static int64_t saved_size(int64_t length, int64_t d) {
+    return length * (5 * d + 8) + (length + kKeptEvery - 1) / kKeptEvery * d * (3 * d + 4);
+  }
+
+  // `length` tokens. marks and saved may be null. change, C, is replaced.
+  void forward(int64_t length, Tokens<const A> x, const uint8_t* marks, A* change, Tokens<A> out, A* saved) {
     load_matrix(change, c_);
     for (int64_t t = 0; t < length; ++t) {
-      if (kept && t % kKeptEvery == 0) store_matrix(c_, kept + t / kKeptEvery * d_ * n_);
+      if (saved && t % kKeptEvery == 0) store_matrix(c_, saved + length * saved_ + t / kKeptEvery * d_ * n_);
       const uint8_t mark = marks ? marks[t] : 0;
       if (mark & kFirst) clear(c_);
-      if (mark & kPadding) {
-        std::fill(out[t], out[t] + d_, A(0));
-        if (saved.data) std::fill(saved[t], saved[t] + saved_, A(0));
-      } else {
+      if (mark & kPadding)
+        std::fill(a_, a_ + d_, A(0)), std::fill(q_, q_ + saved_, A(0));
+      else
         step(x[t]);
-        std::copy(a_, a_ + d_, out[t]);
-        if (saved.data) std::copy(q_, q_ + saved_, saved[t]);
-      }
+      std::copy(a_, a_ + d_, out[t]);
+      if (saved) std::copy(q_, q_ + saved_, saved + t * saved_);
     }
     store_matrix(c_, change);
   }
 
-  // last: C after the last token; saved, kept: results of the forward pass. d_change: the gradient of `last`, replaced by that
-  // of the first C; d_weights receives that of W_0.
-  void backward(int64_t length, Tokens<const A> x, const uint8_t* marks, const A* last, Tokens<const A> saved, const A* kept,
-                Tokens<const A> d_out, Tokens<A> d_x, A* d_weights, A* d_change) {
+  // last: C after the last token; saved: by the forward pass. d_change: the gradient of `last`, replaced by that of the first C;
+  // d_weights receives that of W_0.
+  void backward(int64_t length, Tokens<const A> x, const uint8_t* marks, const A* last, const A* saved, Tokens<const A> d_out,
+                Tokens<A> d_x, A* d_weights, A* d_change) {
+    const A* const kept = saved + length * saved_;
     load_matrix(last, c_);
     load_matrix(d_change, g_);
     for (int64_t i = 0; i < d_ * n_; ++i) d_weights[i] = -d_change[i];  // no token has added this
@@ -67,15 +69,14 @@ class Srwm {
       if (mark & kPadding)
         std::fill(d_x[t], d_x[t] + d_, A(0));
       else
-        step_back(saved[t], x[t], d_out[t], d_x[t]);
+        step_back(saved + t * saved_, x[t], d_out[t], d_x[t]);
       if (!(mark & kFirst)) continue;
       add_gradient(d_weights);
-      clear(g_);
-      clear(c_);  // also the padding of its rows, as in RecurrentDelta
+      clear(g_), clear(c_);  // also the padding of their rows, as in RecurrentDelta
       load_matrix(kept + t / kKeptEvery * d_ * n_, c_);
       for (int64_t s = t / kKeptEvery * kKeptEvery; s < t; ++s) {
         if (marks[s] & kFirst) clear(c_);
-        load_token(saved[s]);  // of padding, zeros
+        load_token(saved + s * saved_);  // of padding, zeros
         write(A(1));
       }
     }
@@ -117,12 +118,9 @@ class Srwm {
     for (int64_t i = 0; i < d_; ++i)
       for_vectors<A>(n_, [&](int64_t j, int64_t) { store(c_[i] + j, load(c_[i] + j) + sign * k_[i] * load(u_ + j)); });
   }
-  void set_difference() {
-    for (int64_t i = 0; i < d_; ++i) p_[i] = q_[i] - k_[i];
-  }
   void load_token(const A* saved) {
     std::copy(saved, saved + saved_, q_);
-    set_difference();
+    for (int64_t i = 0; i < d_; ++i) p_[i] = q_[i] - k_[i];
     weigh(e_, u_);
   }
 
@@ -132,7 +130,7 @@ class Srwm {
     softmax(a_ + d_, d_, q_);
     softmax(a_ + 2 * d_, d_, k_);
     for (int64_t block = 0; block < 4; ++block) b_[block] = 1 / (1 + std::exp(-a_[3 * d_ + block]));
-    set_difference();
+    for (int64_t i = 0; i < d_; ++i) p_[i] = q_[i] - k_[i];
     read(p_, e_);
     weigh(e_, u_);
     write(A(1));

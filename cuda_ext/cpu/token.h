@@ -1,24 +1,16 @@
 // What rules that run token by token are made of: products of a vector and a matrix, and softmax. Rows are padded to vectors.
 #pragma once
 
-#include <limits>
-
 #include "../rule.h"
 #include "rows.h"
 #include "tile.h"
 
 namespace fwp {
 
-// Call f(first column, vectors) for panels of the padded columns of a row.
-template <typename A, typename F>
-FWP_INLINE void for_columns(int64_t columns, F f) {
-  for_panels<A, 4>(columns, f);
-}
-
 // to = from + the sum over i of x_i y_i, for rows y_i of `columns` numbers.
 template <typename A>
 void multiply(const A* x, Tokens<A> y, int64_t rows, int64_t columns, const A* from, A* to) {
-  for_columns<A>(columns, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+  for_panels<A, 4>(columns, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
     constexpr int NV = decltype(vectors)::value;
     Vector<A> sum[NV];
     FWP_UNROLL for (int n = 0; n < NV; ++n) sum[n] = from ? load(from + j + n * kLanes<A>) : Vector<A>{};

@@ -102,6 +102,9 @@ class LayerOptions(FairseqDataclass):
     hybrid_mix: ChoiceEnum([*MIXES]) = option(  # type: ignore[valid-type]
         "channel", "how hybrid mixes fast weights and softmax: a gate a channel, two gates a head, or their sum"
     )
+    srwm_softmax_input: bool = option(False, "map what a head of srwm reads by a softmax; public code can")
+    srwm_rate_mean: float = option(-1.0, "mean of srwm's first columns of rates, see docs/papers.md", same_function=True)
+    srwm_query_scale: float = option(1.0, "factor of srwm's first columns of queries, see docs/papers.md", same_function=True)
     output_gate: ChoiceEnum([*OUTPUT_GATES]) = option(  # type: ignore[valid-type]
         "none", "function of a projection of the input by which the output is multiplied before its own projection"
     )
@@ -134,25 +137,6 @@ class TimeMixOptions(FairseqDataclass):
         None,
         "rank of the projection that mixes the first layer's values into those of time_mix, at least 1; none: about "
         "1.7 sqrt(D), in multiples of 32",
-    )
-
-
-@dataclass
-class SrwmOptions(FairseqDataclass):
-    """Self-referential weight matrices, the attention `srwm`."""
-
-    srwm_rate_mean: float = option(
-        -1.0,
-        "mean of the initial columns that compute the rates of srwm: -1 or, for few images, 0 in public code",
-        same_function=True,
-    )
-    srwm_query_scale: float = option(
-        1.0,
-        "factor of the initial columns that compute the queries of srwm: 1, or 0.01 in later public code",
-        same_function=True,
-    )
-    srwm_softmax_input: bool = option(
-        False, "map each head's input of srwm by a softmax, as the paper maps it and public code can"
     )
 
 
@@ -192,9 +176,7 @@ class PublicCodeOptions(FairseqDataclass):
 
 
 @dataclass
-class AttentionOptions(
-    PublicCodeOptions, PublicMapOptions, SrwmOptions, TimeMixOptions, LayerOptions, RuleOptions, MemoryOptions
-):
+class AttentionOptions(PublicCodeOptions, PublicMapOptions, TimeMixOptions, LayerOptions, RuleOptions, MemoryOptions):
     """Causal attention, and in translation the linear attentions around it."""
 
 

@@ -67,10 +67,6 @@ class DecoderConfig(FairseqDataclass):
     decoder_normalize_before: bool = option(
         False, "layer normalisation before each block (pre-norm) instead of after it"
     )
-    residual_of_norm: bool = option(
-        False,
-        "with --decoder-normalize-before: attention reads what is not normalised, and is added to what is (Irie 2022)",
-    )
     rms_norm: bool = option(
         False, "RMS normalisation instead of layer normalisation, in blocks and with --norm-read-out"
     )
@@ -182,10 +178,6 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.padding_idx = dictionary.pad()
         self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
         check(not (cfg.swiglu and cfg.channel_mix), "--swiglu must be off with --channel-mix, got on")
-        check(
-            cfg.decoder_normalize_before or not cfg.residual_of_norm,
-            "--decoder-normalize-before must be on with --residual-of-norm, got off",
-        )
         with naming_flags({"norm_epsilon": "norm_epsilon"}):
             norm = layer_norm(cfg.decoder_embed_dim, cfg.rms_norm, cfg.norm_epsilon)
         cutoffs = read_cutoffs(cfg, len(dictionary))
@@ -211,7 +203,6 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
                 dropout=cfg.dropout,
                 activation_dropout=cfg.activation_dropout,
                 normalize_before=cfg.decoder_normalize_before,
-                residual_of_norm=cfg.residual_of_norm,
                 rms_norm=cfg.rms_norm,
                 norm_epsilon=cfg.norm_epsilon,
                 swiglu=cfg.swiglu,

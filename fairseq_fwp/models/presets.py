@@ -33,8 +33,7 @@ SOFTMAX = {"decoder_update_rule": attention.SOFTMAX}
 DELTA_RNN = {"decoder_update_rule": "delta_rnn", "sum_normalization": True}
 MLSTM = {"decoder_update_rule": "mlstm"}
 RECURRENT_DELTA = {"decoder_update_rule": "recurrent_delta"}
-# The block of Irie et al. 2022, arXiv 2202.05780, which has no language model.
-SRWM = {"decoder_update_rule": "srwm", "decoder_normalize_before": True, "residual_of_norm": True}
+SRWM = {"decoder_update_rule": "srwm", "decoder_normalize_before": True}  # the block of arXiv 2202.05780
 # m = d / 2 would give as many features as elu: Table 2.
 FAVOR = {"decoder_feature_map": "favor"}
 DPFP = {"decoder_feature_map": "dpfp", "dpfp_nu": 1}

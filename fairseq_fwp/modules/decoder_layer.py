@@ -26,8 +26,6 @@ class DecoderLayer(nn.Module):
     activation: between the two feed-forward projections; dropout: after each block;
     activation_dropout: after the activation;
     normalize_before: layer normalisation before each block (pre-norm) instead of after its residual (post-norm);
-    residual_of_norm: with normalize_before: attention reads its input x itself, and is added to the normalised x (as
-        the public code of Irie et al. 2022, arXiv 2202.05780);
     rms_norm, norm_epsilon: see `layer_norm`;
     swiglu: feed-forward blocks W_2 (SiLU(W_1 x) * W_3 x) without biases, fc1 = [W_1; W_3] (Shazeer
         2020, arXiv 2002.05202);
@@ -45,7 +43,6 @@ class DecoderLayer(nn.Module):
         dropout: float = 0.0,
         activation_dropout: float = 0.0,
         normalize_before: bool = False,
-        residual_of_norm: bool = False,
         rms_norm: bool = False,
         norm_epsilon: float = 1e-5,
         swiglu: bool = False,
@@ -62,7 +59,7 @@ class DecoderLayer(nn.Module):
         self.activation = squared_relu if token_shift is not None else gated_silu if swiglu else activation
         self.dropout = Dropout(dropout, self)
         self.activation_dropout = Dropout(activation_dropout, self)
-        self.normalize_before, self.residual_of_norm = normalize_before, residual_of_norm
+        self.normalize_before = normalize_before
 
     def forward(
         self,
@@ -79,7 +76,7 @@ class DecoderLayer(nn.Module):
         """
         before, recent = state if isinstance(state, LayerState) else (state, None)
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
-        if self.residual_of_norm:
+        if self.self_attn.reads_input:
             x, y = y, x
         y, after = self.self_attn(y, before, key_padding_mask, first, shared)
         if last is not None and self.token_shift is None:

@@ -75,19 +75,6 @@ def recurrent_delta(
     return out, memory, out[:, -1] if length else output
 
 
-def marks_of(first: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return the marks (B, L) of tokens, uint8; None = none. Raises ValueError and TypeError for other masks."""
-    marks = None
-    for mask, bit in ((first, FIRST), (padding, PADDING)):
-        if mask is not None:
-            expect_shape("first, padding", mask, B=batch, L=length)
-            if mask.dtype != torch.bool:
-                raise TypeError(f"first and padding must be bool, got {mask.dtype}")
-            mark = mask.contiguous().to(torch.uint8) * bit
-            marks = mark if marks is None else marks + mark
-    return marks
-
-
 def definition(
     x: Tensor, weights: Tensor | None, z: Tensor | None, memory: Tensor, output: Tensor, marks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -112,6 +99,19 @@ def definition(
         memory, output = after, new
         outs.append(output)
     return torch.stack(outs, 1) if outs else x.new_zeros(*x.shape[:3], dim), memory
+
+
+def marks_of(first: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Return the marks (B, L) of tokens, uint8; None = none. Raises ValueError and TypeError for other masks."""
+    marks = None
+    for mask, bit in ((first, FIRST), (padding, PADDING)):
+        if mask is not None:
+            expect_shape("first, padding", mask, B=batch, L=length)
+            if mask.dtype != torch.bool:
+                raise TypeError(f"first and padding must be bool, got {mask.dtype}")
+            mark = mask.contiguous().to(torch.uint8) * bit
+            marks = mark if marks is None else marks + mark
+    return marks
 
 
 _INPUTS = "Tensor x, Tensor? weights, Tensor? z, Tensor memory, Tensor output, Tensor? marks, bool keeps"

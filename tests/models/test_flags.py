@@ -182,7 +182,6 @@ REFUSED = [
     ("softmax", {"norm_epsilon": 0.0}, "--norm-epsilon must be above 0, got 0.0"),
     ("DeltaNet", {"decoder_conv_size": -1}, "--decoder-conv-size must be at least 1 token, or 0 .*, got -1"),
     ("RWKV-7", {"swiglu": True}, "--swiglu must be off with --channel-mix, got on"),
-    ("delta", {"residual_of_norm": True}, "--decoder-normalize-before must be on with --residual-of-norm, got off"),
     ("relative", {"channel_mix": True}, "--channel-mix must be off with Transformer-XL, got on: .*"),
     ("RWKV-7", {"decoder_attention_heads": 3}, "--decoder-embed-dim must be divisible by .*, got 16 and 3"),
     ("RWKV-7", {"l2_normalization_epsilon": -1.0}, "--l2-normalization-epsilon must be at least 0, got -1.0"),

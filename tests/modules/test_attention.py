@@ -416,7 +416,7 @@ def test_a_self_referential_layer_reads_its_input_itself():
     mapped.weights, mapped.out_proj = layer.weights, layer.out_proj
     parts = x.unflatten(-1, (2, 128)).softmax(-1).flatten(2)
     torch.testing.assert_close(mapped(x)[0], layer(parts)[0])
-    block = DecoderLayer(layer, 256, 8, torch.relu, normalize_before=True, residual_of_norm=True).eval()
+    block = DecoderLayer(layer, 256, 8, torch.relu, normalize_before=True).eval()
     for part in (block.fc2.weight, block.fc2.bias):
         torch.nn.init.zeros_(part)
     torch.testing.assert_close(block(x)[0], block.self_attn_layer_norm(x) + expected)

@@ -352,11 +352,10 @@ def _argsort(x: Tensor, stable: bool, dim: int) -> Tensor:
     return x.int().topk(x.shape[dim], dim, largest=False).indices
 
 
-def _one_token_of(definition: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    *given, _ = inputs  # without what says whether the backward pass follows
+def _one_token_of(definition: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     if x.shape[1] != 1:
         raise _OneToken
-    return *definition(x, *given), x.new_zeros(0), x.new_zeros(0)
+    return definition(x, *inputs[:-1])  # the last says whether a backward pass follows
 
 
 def _one_token(rule: Rule, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

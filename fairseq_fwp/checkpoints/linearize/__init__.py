@@ -110,8 +110,7 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
                 assert isinstance(attention, FastWeightAttention)  # `check_options` refuses others
                 attention.apply(initialize)
                 norm = f"{layer}self_attn_layer_norm.weight"
-                reads_norm = source.decoder_normalize_before and not source.residual_of_norm
-                inputs = conversion.weights.get(norm) if reads_norm else None
+                inputs = conversion.weights.get(norm) if source.decoder_normalize_before else None
                 projections = separate_heads(before, softmax, inputs)
                 convert_attention(attention, projections, softmax, before.num_heads, initialisation)
                 check_size(attention, cfg.decoder_feature_map, method.state_size)

@@ -1,7 +1,6 @@
 """Self-referential weight matrices: attention whose only projection computes outputs, and changes itself.
 
-Irie, Schlag, Csordas & Schmidhuber 2022, "A Modern Self-Referential Weight Matrix That Learns to Modify Itself" (arXiv
-2202.05780). Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H.
+Irie et al. 2022, arXiv 2202.05780. Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H.
 """
 
 import math
@@ -21,15 +20,16 @@ class SrwmState(NamedTuple):
 
 
 class Srwm(Attention[SrwmState]):
-    """Attention of the equation of `ops.srwm`: each head reads its part of the input, which nothing projects.
+    """Attention of the equation of `ops.srwm`: each head reads its part of the input, also in a pre-norm layer.
 
-    softmax_input: whether that part is mapped by a softmax; rate_mean: the mean of the initial columns of the rates;
-    query_scale: of those of queries, times the deviation 1 / sqrt(d) of all; backend: of the rule.
+    softmax_input: whether through a softmax; rate_mean: mean of the first columns of rates; query_scale: factor of
+    those of queries; all deviate by 1 / sqrt(d); backend: of the rule.
     Raises ValueError unless num_heads divides embed_dim.
     """
 
     named_as_rule = True
     packs_documents = True
+    reads_input = True
     states = (SrwmState,)
 
     def __init__(
@@ -45,7 +45,8 @@ class Srwm(Attention[SrwmState]):
         super().__init__()
         check_heads(embed_dim, num_heads)
         head_dim = embed_dim // num_heads
-        self.num_heads, self.softmax_input, self.backend = num_heads, softmax_input, backend
+        self.num_heads, self.backend = num_heads, backend
+        self.map = nn.Softmax(dim=-1) if softmax_input else nn.Identity()
         # In each head the columns of y, q, k and the four rates.
         self.weights = nn.Parameter(torch.randn(num_heads, head_dim, 3 * head_dim + 4) / math.sqrt(head_dim))
         with torch.no_grad():
@@ -62,15 +63,9 @@ class Srwm(Attention[SrwmState]):
         shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, SrwmState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `Attention`."""
-        heads = x.unflatten(-1, (self.num_heads, -1))
-        out, change = srwm(
-            heads.softmax(-1) if self.softmax_input else heads,
-            self.weights,
-            None if state is None else state.change,
-            first=first,
-            padding=key_padding_mask,
-            backend=self.backend,
-        )
+        heads = self.map(x.unflatten(-1, (self.num_heads, -1)))
+        before = None if state is None else state.change
+        out, change = srwm(heads, self.weights, before, first=first, padding=key_padding_mask, backend=self.backend)
         return self.out_proj(out.flatten(2).to(x.dtype)), SrwmState(change)
 
     def state_size(self, length: int, carried: bool = False) -> int:
