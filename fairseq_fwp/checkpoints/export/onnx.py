@@ -337,8 +337,8 @@ def _translations() -> dict[OperatorBase, Callable[..., object]]:
     translations: dict[OperatorBase, Callable[..., object]] = {
         torch.ops.fwp.fast_weights.default: _linear_attention,
         torch.ops.fwp.causal_conv1d.default: convolution.definition,
-        torch.ops.fwp.recurrent_delta.default: partial(_one_token_of, recurrent_delta.definition),
-        torch.ops.fwp.srwm.default: partial(_one_token_of, srwm.definition),
+        torch.ops.fwp.recurrent_delta.default: partial(_one_token_of, recurrent_delta.definition, 2),
+        torch.ops.fwp.srwm.default: partial(_one_token_of, srwm.definition, 1),
         torch.ops.aten.argsort.stable: _argsort,
     }
     for rule in RULES:
@@ -352,10 +352,10 @@ def _argsort(x: Tensor, stable: bool, dim: int) -> Tensor:
     return x.int().topk(x.shape[dim], dim, largest=False).indices
 
 
-def _one_token_of(definition: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+def _one_token_of(definition: Callable[..., Any], saved: int, x: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     if x.shape[1] != 1:
         raise _OneToken
-    return definition(x, *inputs[:-1])  # the last says whether a backward pass follows
+    return *definition(x, *inputs[:-1]), *[x.new_zeros(0)] * saved  # nothing for a backward pass
 
 
 def _one_token(rule: Rule, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
