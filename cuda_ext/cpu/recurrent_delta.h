@@ -16,11 +16,7 @@
 // kKeptEvery tokens, as the forward pass has kept it: so the errors of at most as many subtractions add up.
 #pragma once
 
-#include <limits>
-
-#include "../rule.h"
-#include "rows.h"
-#include "tile.h"
+#include "token.h"
 
 namespace fwp {
 
@@ -117,41 +113,20 @@ class RecurrentDelta {
   static FWP_INLINE void for_columns(int64_t columns, F f) {
     for_panels<A, 4>(columns, f);
   }
-  // to = from + the sum over i of x_i y_i, for rows y_i of `columns` numbers.
-  static void multiply(const A* x, Tokens<A> y, int64_t rows, int64_t columns, const A* from, A* to) {
-    for_columns(columns, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
-      constexpr int NV = decltype(vectors)::value;
-      Vector<A> sum[NV];
-      FWP_UNROLL for (int n = 0; n < NV; ++n) sum[n] = from ? load(from + j + n * kLanes<A>) : Vector<A>{};
-      for (int64_t i = 0; i < rows; ++i)
-        FWP_UNROLL for (int n = 0; n < NV; ++n) sum[n] += x[i] * load(y[i] + j + n * kLanes<A>);
-      FWP_UNROLL for (int n = 0; n < NV; ++n) store(to + j + n * kLanes<A>, sum[n]);
-    });
-  }
-  void softmax(const A* x, A* to) const {
-    const A most = *std::max_element(x, x + d_);
-    const A sum = sum_over<A>(d_, [&](int64_t i, int64_t left) {
-      const Vector<A> part = exponential(load_part(x + i, left) - most);
-      store_part(to + i, part, left);
-      return left >= kLanes<A> ? part : load_part(to + i, left);
-    });
-    const A share = 1 / sum;
-    for (int64_t i = 0; i < d_; ++i) to[i] *= share;
-  }
 
   // From o_{t-1} and W_{t-1} to o_t and W_t, with q, k and e; returns b.
   A step(const A* x, const A* z) {
     std::copy(x, x + gates_, x_);
     if (feeds_back_) {
       for_vectors<A>(d_, [&](int64_t i, int64_t) { store(s_ + i, hyperbolic_tangent(load(o_ + i))); });
-      multiply(s_, r_, d_, gates_, x_, x_);
+      multiply<A>(s_, r_, d_, gates_, x_, x_);
     } else {
       for (int64_t i = 0; i < d_; ++i) x_[i] += o_[i];
     }
-    softmax(x_, q_);
-    softmax(x_ + d_, k_);
+    softmax(x_, d_, q_);
+    softmax(x_ + d_, d_, k_);
     const A b = 1 / (1 + std::exp(-x_[3 * d_]));
-    multiply(k_, w_, d_, d_, nullptr, e_);
+    multiply<A>(k_, w_, d_, d_, nullptr, e_);
     for (int64_t i = 0; i < d_; ++i) e_[i] = x_[2 * d_ + i] - e_[i], u_[i] = b * e_[i];
     for (int64_t i = 0; i < d_; ++i) o_[i] = z ? z[i] : 0;
     for_columns(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
@@ -215,8 +190,8 @@ class RecurrentDelta {
       }
     });
     sum_products(d_k_);
-    through_softmax(q_, d_q_, d_x_);
-    through_softmax(k_, d_k_, d_x_ + d_);
+    through_softmax(q_, d_q_, d_, d_x_);
+    through_softmax(k_, d_k_, d_, d_x_ + d_);
     std::copy(v_, v_ + d_, d_x_ + 2 * d_);
     d_x_[3 * d_] = b * (1 - b) * d_b;
     std::copy(d_x_, d_x_ + gates_, d_x);
@@ -224,17 +199,12 @@ class RecurrentDelta {
       std::copy(d_x_, d_x_ + d_, m_);
       return;
     }
-    multiply(d_x_, of_gate_, gates_, d_, nullptr, m_);
+    multiply<A>(d_x_, of_gate_, gates_, d_, nullptr, m_);
     for (int64_t i = 0; i < d_; ++i) o_[i] = before ? before[i] : 0;
     for_vectors<A>(d_, [&](int64_t i, int64_t) {
       const Vector<A> s = hyperbolic_tangent(load(o_ + i));
       store(m_ + i, load(m_ + i) * (A(1) - s * s));
     });
-  }
-  void through_softmax(const A* y, const A* d_y, A* d_x) const {
-    A product = 0;
-    for (int64_t i = 0; i < d_; ++i) product += y[i] * d_y[i];
-    for (int64_t i = 0; i < d_; ++i) d_x[i] = y[i] * (d_y[i] - product);
   }
 
   // Sums over the lanes of a vector for each row.

@@ -102,6 +102,9 @@ class LayerOptions(FairseqDataclass):
     hybrid_mix: ChoiceEnum([*MIXES]) = option(  # type: ignore[valid-type]
         "channel", "how hybrid mixes fast weights and softmax: a gate a channel, two gates a head, or their sum"
     )
+    srwm_softmax_input: bool = option(False, "let srwm read a softmax of each head's input, as public code can")
+    srwm_rate_mean: float = option(-1.0, "mean of srwm's first columns of rates; public: -1", same_function=True)
+    srwm_query_scale: float = option(1.0, "scale of srwm's first columns of queries; public: 1", same_function=True)
     output_gate: ChoiceEnum([*OUTPUT_GATES]) = option(  # type: ignore[valid-type]
         "none", "function of a projection of the input by which the output is multiplied before its own projection"
     )

@@ -24,6 +24,7 @@ from fairseq_fwp.modules.attention import (
     RecurrentDelta,
     RelativeAttention,
     SoftmaxAttention,
+    Srwm,
     TimeMix,
 )
 from fairseq_fwp.modules.attention.base import AnyAttention, Heads, head_size
@@ -136,6 +137,15 @@ ATTENTIONS: dict[str, Configurable[Heads]] = {
         },
     ),
     "recurrent_delta": Configurable(RecurrentDelta, {"scale_read_out": "scale_read_out", "backend": "fwp_backend"}),
+    "srwm": Configurable(
+        Srwm,
+        {
+            "softmax_input": "srwm_softmax_input",
+            "rate_mean": "srwm_rate_mean",
+            "query_scale": "srwm_query_scale",
+            "backend": "fwp_backend",
+        },
+    ),
     "time_mix": Configurable(
         TimeMix,
         {

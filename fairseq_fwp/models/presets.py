@@ -33,6 +33,7 @@ SOFTMAX = {"decoder_update_rule": attention.SOFTMAX}
 DELTA_RNN = {"decoder_update_rule": "delta_rnn", "sum_normalization": True}
 MLSTM = {"decoder_update_rule": "mlstm"}
 RECURRENT_DELTA = {"decoder_update_rule": "recurrent_delta"}
+SRWM = {"decoder_update_rule": "srwm", "decoder_normalize_before": True}  # the block of arXiv 2202.05780
 # m = d / 2 would give as many features as elu: Table 2.
 FAVOR = {"decoder_feature_map": "favor"}
 DPFP = {"decoder_feature_map": "dpfp", "dpfp_nu": 1}
@@ -56,6 +57,7 @@ PRESETS: dict[str, Settings] = {
     "delta_rnn_lm_wt103": {**DELTA_RNN, **SMALL, **WT103},
     "mlstm_lm_wt103": {**MLSTM, **SMALL, **WT103},
     "recurrent_delta_lm_wt103": {**RECURRENT_DELTA, **SMALL, **WT103},
+    "srwm_lm_wt103": {**SRWM, **SMALL, **WT103},
     "gated_lm_wt103": {**GATED, **SMALL, **WT103},
     "decay_lm_wt103": {**DECAY, **SMALL, **WT103},
     "softmax_lm_wt103": {**SOFTMAX, **SMALL, **WT103},

@@ -76,6 +76,8 @@ class DecoderLayer(nn.Module):
         """
         before, recent = state if isinstance(state, LayerState) else (state, None)
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
+        if self.self_attn.reads_input:
+            x, y = y, x
         y, after = self.self_attn(y, before, key_padding_mask, first, shared)
         if last is not None and self.token_shift is None:
             x, y = x[:, -last:], y[:, -last:]

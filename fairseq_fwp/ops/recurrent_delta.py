@@ -67,14 +67,7 @@ def recurrent_delta(
         expect_shape("z", z, B=batch, L=length, H=heads, d=dim)
     expect_shape("memory", memory, B=batch, H=heads, key=dim, value=dim)
     expect_shape("output", output, B=batch, H=heads, d=dim)
-    marks = None
-    for mask, bit in ((first, FIRST), (padding, PADDING)):
-        if mask is not None:
-            expect_shape("first, padding", mask, B=batch, L=length)
-            if mask.dtype != torch.bool:
-                raise TypeError(f"first and padding must be bool, got {mask.dtype}")
-            mark = mask.contiguous().to(torch.uint8) * bit
-            marks = mark if marks is None else marks + mark
+    marks = marks_of(first, padding, batch, length)
     x, memory, output = (part.to(dtype).contiguous() for part in (x, memory, output))
     weights, z = (None if part is None else part.to(dtype).contiguous() for part in (weights, z))
     if backend == "reference" or is_transformed() or _lacks_kernel(output, backend == "kernel"):
@@ -118,6 +111,19 @@ def definition(
         memory, output = after, new
         outs.append(output)
     return torch.stack(outs, 1) if outs else x.new_zeros(*x.shape[:3], dim), memory
+
+
+def marks_of(first: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Return the marks (B, L) of tokens, uint8; None = none. Raises ValueError and TypeError for other masks."""
+    marks = None
+    for mask, bit in ((first, FIRST), (padding, PADDING)):
+        if mask is not None:
+            expect_shape("first, padding", mask, B=batch, L=length)
+            if mask.dtype != torch.bool:
+                raise TypeError(f"first and padding must be bool, got {mask.dtype}")
+            mark = mask.contiguous().to(torch.uint8) * bit
+            marks = mark if marks is None else marks + mark
+    return marks
 
 
 _INPUTS = "Tensor x, Tensor? weights, Tensor? z, Tensor memory, Tensor output, Tensor? marks, bool keeps"

@@ -44,7 +44,7 @@ PROGRAM = runpy.run_path(str(GENERATE))
 Model, beam_search, sample, score = map(PROGRAM.get, ("Model", "beam_search", "sample", "score"))
 ONE_TOKEN = (  # a call: the operator does not have these rules, and no loop over tokens
     "decay", "pre-norm", "rwkv7", "RWKV-7", "gdn2", "fwm", "delta_rnn", "softmax and recurrence", "local", "local last",
-    "mlstm", "xLSTM", "hybrid",
+    "mlstm", "xLSTM", "hybrid", "recurrent_delta", "recurrent", "srwm",
 )  # fmt: skip
 # "compiled" differs from "rule-delta" in having no normalisation: in 60 tokens its random memory outgrows float32.
 TRANSLATED = [kind for kind in TRANSLATIONS if kind != "compiled"]

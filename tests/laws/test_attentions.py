@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.memory import Memory
 
-PACKING = FAST_WEIGHTS + list(MODERN) + [(name,) for name in ("delta_rnn", "mlstm", "recurrent_delta", "time_mix")]
+PACKING = FAST_WEIGHTS + list(MODERN)
+PACKING += [(name,) for name in ("delta_rnn", "mlstm", "recurrent_delta", "srwm", "time_mix")]
 HALF_ERROR = 0.02
 every_attention = looped("kind", KINDS)
 

@@ -97,6 +97,7 @@ UNUSED = [
      ["output_gate_rank", "decay_lower_bound"]),
     ("softmax_lm_wt103", {"l2_normalization_epsilon": 1e-6}, ["l2_normalization_epsilon"]),
     ("kda_lm_tiny", {}, []),
+    ("delta_lm_wt103", {"srwm_rate_mean": 0.0}, ["srwm_rate_mean"]),
     ("rwkv7_lm_tiny", {"scale_queries": True}, ["scale_queries"]),
     ("delta_net_lm_tiny", {"decay_rank": 1, "rate_rank": 2, "value_rank": 3},
      ["decay_rank", "rate_rank", "value_rank"]),

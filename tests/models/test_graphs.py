@@ -206,7 +206,8 @@ def test_graphs_are_of_one_model_in_its_place(replays):
 
 
 @pytest.mark.parametrize(
-    "arch", ["gated_deltanet_lm_tiny", "rwkv7_lm_tiny", "delta_rnn_lm_wt103", "recurrent_delta_lm_wt103"]
+    "arch",
+    ["gated_deltanet_lm_tiny", "rwkv7_lm_tiny", "delta_rnn_lm_wt103", "recurrent_delta_lm_wt103", "srwm_lm_wt103"],
 )
 def test_decoding_by_graphs_is_decoding(replays, arch):
     """With rows that a beam selects, of which there may become fewer, and states that stay as they were."""

@@ -36,7 +36,7 @@ SCHLAG = {
     "softmax": (44_018_394, 89_833_434), "sum": (44_018_394, 89_833_434), "delta": (44_034_778, 89_866_202),
     "gated": (44_034_778,), "decay": (44_546_778,), "delta_rnn": (44_575_450,), "gla": (44_085_978,),
     "gated_delta": (44_051_418, 89_899_226), "kda": (44_102_490, 90_132_570), "recurrent_delta": (44_135_130,),
-    "mlstm": (44_315_610,),
+    "mlstm": (44_315_610,), "srwm": (43_338_714,),
 }  # fmt: skip
 SHAW, POSITIONS = {"decoder_positions": "shaw", "clamp_len": 255}, {"mem_len": 0, "decoder_positions": "absolute"}
 LAYERWISE = {"mem_len": 0, "decoder_positions": "layerwise", "tokens_per_sample": 128}
@@ -119,7 +119,7 @@ def test_transformer_xl_has_the_published_settings(arch):
 def test_names_follow_the_grammar_and_belong_to_the_model():
     rules, maps = "|".join(UPDATE_RULES), "|".join(FEATURE_MAPS)
     for arch in PRESETS:
-        rule = rf"softmax|delta_rnn|recurrent_delta|mlstm|({rules})(_({maps}))?"
+        rule = rf"softmax|delta_rnn|recurrent_delta|mlstm|srwm|({rules})(_({maps}))?"
         assert re.fullmatch(rf"({rule})_lm_[a-z0-9]+(_[a-z]+)?", arch)
         assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
     tiny = {f"{name}_lm_tiny" for name in ("delta_net", "gated_deltanet", "hqlt", "kda", "rwkv7", "xlstm")}

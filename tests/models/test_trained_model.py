@@ -47,6 +47,8 @@ LANGUAGE_MODELS = {
     ),
     "heads": ({"decoder_update_rule": "sum"}, {"decoder_attention_heads": 2}),
     "post-norm": ({"no_decoder_final_norm": True}, {"decoder_normalize_before": True}),
+    "input of srwm": ({"decoder_update_rule": "srwm"}, {"srwm_softmax_input": True}),
+    "initial rates": ({"decoder_update_rule": "srwm"}, {"srwm_rate_mean": 0.0, "srwm_query_scale": 0.01}),
     "positions": ({}, {"no_token_positional_embeddings": True}),
     "positions from the end": ({}, {"positions_from_end": True}),
     "activation": ({}, {"activation_fn": "gelu"}),

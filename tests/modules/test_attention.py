@@ -22,7 +22,7 @@ from support.pairwise import looped
 from torch.nn import functional as F
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState, Hybrid, RecurrentDelta
+from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState, Hybrid, RecurrentDelta, Srwm
 from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import (
@@ -33,8 +33,10 @@ from fairseq_fwp.modules.attention.relative import (
 )
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 from fairseq_fwp.modules.attention.time_mix import TimeMix
+from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, uniform_gate_bias
+from fairseq_fwp.ops.srwm import srwm
 
 # Fast weights.
 
@@ -399,6 +401,25 @@ def test_the_recurrent_delta_net_is_the_papers_equation():
     scaled = RecurrentDelta(DIM, HEADS, scale_read_out=True).double()
     scaled.load_state_dict(layer.state_dict())
     torch.testing.assert_close(scaled(x)[0], expected / 2, rtol=1e-10, atol=1e-12)  # / sqrt(d), after the recurrence
+
+
+def test_a_self_referential_layer_reads_its_input_itself():
+    """Each head its part, or its softmax. First values are the public code's, and so is the block's residual."""
+    torch.manual_seed(1)
+    layer, x = Srwm(256, 2, query_scale=0.01), torch.randn(2, 7, 256)
+    expected = srwm(x.unflatten(-1, (2, 128)), layer.weights)[0].flatten(2) @ layer.out_proj.weight.T
+    torch.testing.assert_close(layer(x)[0], expected)
+    y, q, k, rates = layer.weights.split([128, 128, 128, 4], -1)
+    for part, mean, deviation in ((y, 0, 1), (q, 0, 0.01), (k, 0, 1), (rates, -1, 1)):
+        assert abs(part.mean() - mean) < 0.01 and abs(part.std() * 128**0.5 / deviation - 1) < 0.1
+    mapped = Srwm(256, 2, softmax_input=True, rate_mean=0.0)
+    mapped.weights, mapped.out_proj = layer.weights, layer.out_proj
+    parts = x.unflatten(-1, (2, 128)).softmax(-1).flatten(2)
+    torch.testing.assert_close(mapped(x)[0], layer(parts)[0])
+    block = DecoderLayer(layer, 256, 8, torch.relu, normalize_before=True).eval()
+    for part in (block.fc2.weight, block.fc2.bias):
+        torch.nn.init.zeros_(part)
+    torch.testing.assert_close(block(x)[0], block.self_attn_layer_norm(x) + expected)
 
 
 @looped("depth", [0.0, 0.5])

@@ -12,6 +12,7 @@ from fairseq_fwp.modules.attention.normalization import AttentionNormalization, 
 from fairseq_fwp.modules.attention.recurrent_delta import RecurrentDelta
 from fairseq_fwp.modules.attention.relative import LearnedDistances, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
+from fairseq_fwp.modules.attention.srwm import Srwm
 from fairseq_fwp.modules.attention.time_mix import TimeMix
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -65,6 +66,7 @@ BASELINES = {
     ("hybrid", "rotary"): lambda: Hybrid(DIM, HEADS, window=4, rope_theta=30.0, mix="head", backend="reference"),
     ("mlstm",): lambda: Mlstm(DIM, HEADS, key_dim=5, backend="reference"),
     ("recurrent_delta",): lambda: RecurrentDelta(DIM, HEADS),
+    ("srwm",): lambda: Srwm(DIM, HEADS),
     ("time_mix",): lambda: TimeMix(DIM, HEADS, backend="reference"),
     ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),
     ("relative", "window"): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS, 3), window=6),

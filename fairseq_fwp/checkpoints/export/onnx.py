@@ -30,7 +30,7 @@ from fairseq_fwp.modules.attention.fast_weight import FastWeightState
 from fairseq_fwp.modules.attention.hybrid import Hybrid
 from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
 from fairseq_fwp.modules.positions import CountedPositions
-from fairseq_fwp.ops import convolution, recurrent_delta
+from fairseq_fwp.ops import convolution, recurrent_delta, srwm
 from fairseq_fwp.ops.fast_weights import Inputs, reference_of
 from fairseq_fwp.ops.rule import Rule
 from fairseq_fwp.ops.rules import RULES
@@ -337,7 +337,8 @@ def _translations() -> dict[OperatorBase, Callable[..., object]]:
     translations: dict[OperatorBase, Callable[..., object]] = {
         torch.ops.fwp.fast_weights.default: _linear_attention,
         torch.ops.fwp.causal_conv1d.default: convolution.definition,
-        torch.ops.fwp.recurrent_delta.default: recurrent_delta.without_kernel,
+        torch.ops.fwp.recurrent_delta.default: partial(_one_token_of, recurrent_delta.definition, 2),
+        torch.ops.fwp.srwm.default: partial(_one_token_of, srwm.definition, 1),
         torch.ops.aten.argsort.stable: _argsort,
     }
     for rule in RULES:
@@ -349,6 +350,12 @@ def _translations() -> dict[OperatorBase, Callable[..., object]]:
 def _argsort(x: Tensor, stable: bool, dim: int) -> Tensor:
     """Of equal numbers ONNX takes the first one first, as a stable sort."""
     return x.int().topk(x.shape[dim], dim, largest=False).indices
+
+
+def _one_token_of(definition: Callable[..., Any], saved: int, x: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    if x.shape[1] != 1:
+        raise _OneToken
+    return *definition(x, *inputs[:-1]), *[x.new_zeros(0)] * saved  # nothing for a backward pass
 
 
 def _one_token(rule: Rule, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ from fairseq_fwp.modules.attention.mlstm import Mlstm
 from fairseq_fwp.modules.attention.recurrent_delta import RecurrentDelta
 from fairseq_fwp.modules.attention.relative import RelativeAttention, SegmentMemory
 from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
+from fairseq_fwp.modules.attention.srwm import Srwm
 from fairseq_fwp.modules.attention.time_mix import TimeMix
 
 # The name of softmax among update rules and feature maps too.
@@ -30,5 +31,6 @@ __all__ = [
     "RelativeAttention",
     "SegmentMemory",
     "SoftmaxAttention",
+    "Srwm",
     "TimeMix",
 ]

@@ -61,12 +61,14 @@ class Attention(Heads, Generic[AttentionState]):
 
     constant_state: whether the size of the state has a bound, so that a stream may have any length;
     ages: whether the state goes on changing however long the text is, as a sum does and a window of tokens does not;
-    packs_documents: whether `first` can be given, so that a segment may hold several documents.
+    packs_documents: whether `first` can be given, so that a segment may hold several documents;
+    reads_input: whether a pre-norm layer gives it its input as it is, and adds the output to the normalised one.
     """
 
     constant_state = True
     ages = True
     packs_documents = False
+    reads_input = False
 
     def forward(
         self,
