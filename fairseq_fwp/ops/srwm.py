@@ -38,7 +38,7 @@ def srwm(
     x: (B, L, H, d); weights: (H, d, n); change (B, H, d, n): before the first token, None = zeros.
     first (B, L), bool: tokens before which the change is zero; padding (B, L), bool: tokens that change nothing, whose
     y is zero.
-    backend: as for `recurrent_delta`, which raises the same errors.
+    backend: as for `recurrent_delta`, which raises the same errors. Only a CPU has a kernel.
     """
     if not x.is_floating_point():
         raise TypeError(f"x must be floating-point, got {x.dtype}")
@@ -49,6 +49,8 @@ def srwm(
     expect_shape("change", change, B=batch, H=heads, d=dim, columns=3 * dim + 4)
     marks = marks_of(first, padding, batch, length)
     x, weights, change = (part.to(state_dtype(x.dtype)).contiguous() for part in (x, weights, change))
+    if backend == "kernel" and not x.is_cpu:
+        raise RuntimeError(f"no compiled kernel for {x.device.type}: srwm has one for a CPU, so choose the backend auto")
     if backend == "reference" or is_transformed() or not x.is_cpu:
         return definition(x, weights, change, marks)
     keeps = torch.is_grad_enabled() and any(part.requires_grad for part in (x, weights, change))

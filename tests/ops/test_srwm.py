@@ -131,6 +131,13 @@ def test_without_a_kernel(monkeypatch):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+def test_a_required_kernel_is_of_a_cpu():
+    given = {name: x.to("meta") for name, x in sample(3, 4, "s").items()}
+    assert srwm(**given)[0].is_meta
+    with pytest.raises(RuntimeError, match="no compiled kernel for meta: srwm has one for a CPU"):
+        srwm(**given, backend="kernel")
+
+
 def test_compiled():
     given = {name: x.requires_grad_() for name, x in sample(6, 4, "s").items()}
     compiled = torch.compile(srwm, backend="aot_eager", fullgraph=True)
