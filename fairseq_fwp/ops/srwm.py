@@ -50,7 +50,7 @@ def srwm(
     marks = marks_of(first, padding, batch, length)
     x, weights, change = (part.to(state_dtype(x.dtype)).contiguous() for part in (x, weights, change))
     if backend == "kernel" and not x.is_cpu:
-        raise RuntimeError(f"no compiled kernel for {x.device.type}: srwm has one for a CPU, so choose the backend auto")
+        raise RuntimeError(f"no compiled kernel for {x.device.type}: srwm has one for a CPU; choose the backend auto")
     if backend == "reference" or is_transformed() or not x.is_cpu:
         return definition(x, weights, change, marks)
     keeps = torch.is_grad_enabled() and any(part.requires_grad for part in (x, weights, change))
