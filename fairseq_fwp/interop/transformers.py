@@ -76,6 +76,7 @@ def _replace_all() -> None:
     if not hasattr(hub_kernels, DECORATOR):
         raise RuntimeError(f"transformers must have {DECORATOR}, as 5.20 and 5.24 have: pip install -U transformers")
     theirs = getattr(hub_kernels, DECORATOR)
+    _replace_xlstm()  # first: where its warning is an error, nothing has been replaced
 
     def decorator(*how: Any, **named: Any) -> Callable[[Function], Function]:
         return lambda function: _ours(theirs(*how, **named)(function))
@@ -86,7 +87,6 @@ def _replace_all() -> None:
                 _replace(module, function, _ours(getattr(module, function)))
     for owner in (hub_kernels, integrations):  # for models that are imported later
         _replace(owner, DECORATOR, decorator)
-    _replace_xlstm()
 
 
 def _replace_xlstm() -> None:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from .arguments import expect_shape, outer, retrieve, state_dtype
+from .checks import check
 from .fast_weights import KEPT_EVERY
 from .kernels import self_check
 from .kernels.backend import kernel_ready, warn_of_size
 from .operator import Context, define, refuse_double_backward
-from .rule import is_transformed
+from .rule import BACKENDS, is_transformed
 
 FIRST, PADDING = 1, 2  # the bits of a mark: Mark of cuda_ext/rule.h
 GREATEST = {"cuda": 64}  # d: kGreatestRecurrentDelta of cuda_ext/cuda/recurrent_delta.cuh
@@ -50,7 +51,8 @@ def recurrent_delta(
     backend: "reference" is the definition, which can be differentiated any number of times; any other: the kernel, or
     with a warning the definition where d is too large for it. "kernel" refuses that with a RuntimeError.
 
-    Raises ValueError for other shapes, and TypeError for numbers that are not real or masks that are not bool.
+    Raises ValueError for other shapes and backends, and TypeError for numbers that are not real or on another device,
+    and for masks that are not bool.
     """
     if not x.is_floating_point():
         raise TypeError(f"x must be floating-point, got {x.dtype}")
@@ -67,6 +69,7 @@ def recurrent_delta(
         expect_shape("z", z, B=batch, L=length, H=heads, d=dim)
     expect_shape("memory", memory, B=batch, H=heads, key=dim, value=dim)
     expect_shape("output", output, B=batch, H=heads, d=dim)
+    check_inputs(x, backend, weights=weights, z=z, memory=memory, output=output)
     marks = marks_of(first, padding, batch, length)
     x, memory, output = (part.to(dtype).contiguous() for part in (x, memory, output))
     weights, z = (None if part is None else part.to(dtype).contiguous() for part in (weights, z))
@@ -91,7 +94,8 @@ def definition(
     x: Tensor, weights: Tensor | None, z: Tensor | None, memory: Tensor, output: Tensor, marks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return o and the memory after the last token, token by token in PyTorch."""
-    dim, outs = output.shape[-1], []
+    x, dim, outs = without_padding(x, marks), output.shape[-1], []
+    z = None if z is None else without_padding(z, marks)
     for t in range(x.shape[1]):
         if marks is not None:
             begins = (marks[:, t] & FIRST).bool()[:, None, None]
@@ -111,6 +115,19 @@ def definition(
         memory, output = after, new
         outs.append(output)
     return torch.stack(outs, 1) if outs else x.new_zeros(*x.shape[:3], dim), memory
+
+
+def without_padding(x: Tensor, marks: Tensor | None) -> Tensor:
+    """Return x (B, L, H, ...) with zeros at padding: a NaN there would reach gradients through a selection."""
+    return x if marks is None else x.masked_fill((marks & PADDING).bool()[..., None, None], 0)
+
+
+def check_inputs(x: Tensor, backend: str, **others: Tensor | None) -> None:
+    """Raise ValueError for a name of no backend, and TypeError for tensors that are not of x's kind and device."""
+    check(backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    for name, part in others.items():
+        if part is not None and not (part.is_floating_point() and part.device == x.device):
+            raise TypeError(f"{name} must be floating-point on {x.device}, as x, got {part.dtype} on {part.device}")
 
 
 def marks_of(first: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:

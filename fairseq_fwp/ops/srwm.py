@@ -14,7 +14,7 @@ from .arguments import expect_shape, outer, retrieve, state_dtype
 from .fast_weights import KEPT_EVERY
 from .kernels.backend import kernel_ready
 from .operator import Context, define, refuse_double_backward
-from .recurrent_delta import FIRST, PADDING, marks_of
+from .recurrent_delta import FIRST, PADDING, check_inputs, marks_of, without_padding
 from .rule import is_transformed
 
 
@@ -47,6 +47,7 @@ def srwm(
     expect_shape("weights", weights, H=heads, d=dim, columns=3 * dim + 4)
     change = x.new_zeros(batch, *weights.shape) if change is None else change
     expect_shape("change", change, B=batch, H=heads, d=dim, columns=3 * dim + 4)
+    check_inputs(x, backend, weights=weights, change=change)
     marks = marks_of(first, padding, batch, length)
     x, weights, change = (part.to(state_dtype(x.dtype)).contiguous() for part in (x, weights, change))
     if backend == "kernel" and not x.is_cpu:
@@ -59,7 +60,7 @@ def srwm(
 
 def definition(x: Tensor, weights: Tensor, change: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return y and the change after the last token, token by token in PyTorch."""
-    dim, outs = x.shape[-1], []
+    x, dim, outs = without_padding(x, marks), x.shape[-1], []
     for t in range(x.shape[1]):
         if marks is not None:
             change = change.masked_fill((marks[:, t] & FIRST).bool()[:, None, None, None], 0)

@@ -68,10 +68,11 @@ class Training(NamedTuple):
 
     @property
     def code(self) -> str:
-        """The fingerprint of the Python files of --user-dir; empty without one."""
-        plugin = value_of(self.flags, "--user-dir")
-        files = sorted(Path(plugin).rglob("*.py")) if plugin else []
-        return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest() if files else ""
+        """The fingerprint of the Python files of --user-dir that can be read; empty without one."""
+        plugin = Path(value_of(self.flags, "--user-dir", "/dev/null"))
+        files = [file for file in sorted(plugin.rglob("*.py")) if file.is_file() and os.access(file, os.R_OK)]
+        of_each = [f"{file.relative_to(plugin)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
+        return hashlib.sha256("\n".join(of_each).encode()).hexdigest() if files else ""
 
     def begin(self) -> None:
         lock(self.folder)

@@ -152,10 +152,16 @@ class Published(Data):
         return None if self.vocabulary else tokens.read(self.model)
 
     @property
-    def end_of_text(self) -> str:
-        """The token that ends a text: --end, or the number in whose place the source's dictionary has </s>."""
-        known = {line.split(" ")[0] for line in read_lines(self.converted / "dict.txt")}
-        return self.end or next(number for number in map(str, range(len(known) + 1)) if number not in known)
+    def end_of_text(self) -> str | None:
+        """The token that ends a text, as the text has it: in its place the source's dictionary has </s>; None: none."""
+        names, config = self.vocabulary or self.model / tokens.NAMES, self.model / "config.json"
+        if not names.is_file():
+            known = {line.split(" ")[0] for line in read_lines(self.converted / "dict.txt")}
+            return next(number for number in map(str, range(len(known) + 1)) if number not in known)
+        words, end = list(read_lines(names)), self.end
+        if end is None and config.is_file():
+            end = json.loads(config.read_text(encoding="utf-8")).get("eos_token_id")
+        return words[int(end)] if str(end).isdecimal() and int(end) < len(words) else end
 
     @property
     def length(self) -> int:

@@ -103,6 +103,16 @@ def test_nan_stays_in_its_document(dim):
         assert x[:, :35].isfinite().all() and x[:, 50:].isfinite().all()
 
 
+@looped("backend", ["auto", "reference"])
+def test_nan_at_padding_reaches_no_gradient(backend):
+    given = sample(3, 4, "s")
+    weights = given["weights"].requires_grad_()
+    given["x"][:, 1] = torch.nan
+    out, change = srwm(**given, padding=torch.tensor([[False, True, False]] * B), backend=backend)
+    (gradient,) = torch.autograd.grad(out.sum() + change.sum(), weights)
+    assert gradient.isfinite().all()
+
+
 def test_no_tokens():
     given = sample(0, 4, "s")
     out, change = srwm(**given)
@@ -151,6 +161,9 @@ WRONG = [
     ({"change": torch.zeros(2, 4, 2, 9)}, "change must have shape"),
     ({"first": torch.zeros(2, 3)}, "first and padding must be bool, got torch.float32"),
     ({"x": torch.zeros(2, 3, 4, 2).int()}, "x must be floating-point, got torch.int32"),
+    ({"weights": torch.zeros(4, 2, 10).int()}, "weights must be floating-point on cpu, as x, got torch.int32 on cpu"),
+    ({"change": torch.zeros(2, 4, 2, 10, device="meta")}, "change must be floating-point on cpu, .* got .* on meta"),
+    ({"backend": "kernels"}, "backend must be one of auto, kernel, fla, reference, got 'kernels'"),
 ]
 
 

@@ -118,6 +118,9 @@ def test_a_plug_in_that_has_changed_since_is_named(tmp_path, capsys):
     training.write_settings()
     (training.folder / "train.log").write_text(made_up.log((100, 0.4), name="loss"))
     assert training.end(succeeded=True) and engine.has_ended(training) and not capsys.readouterr().out
+    (tmp_path / ".#my_plugin.py").symlink_to("an editor's lock, which is no file")
+    (tmp_path / "folder.py").mkdir()
+    assert engine.has_ended(training) and not capsys.readouterr().out
     code.write_text("rule = 2")
     assert engine.has_ended(training)
     assert "a: files of its --user-dir have changed: remove" in capsys.readouterr().out

@@ -173,6 +173,26 @@ def test_models_that_are_refused(tmp_path, config, says):
         recurrent.kind_of(tmp_path)
 
 
+@looped(
+    "names, end, found",
+    [
+        (None, None, "2"), (None, "02", "2"), ("<pad> 0 <end>", None, "<end>"), ("<pad> 0 <end>", "2", "<end>"),
+        ("<pad> 0 <end>", "<end>", "<end>"), ("a b", None, None),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_text_as_the_text_has_it(tmp_path, names, end, found):
+    """Of numbers it is the one that the dictionary lacks; of names that of --end or of eos_token_id."""
+    model, converted = tmp_path / "model", tmp_path / "out/source/stream"
+    model.mkdir(exist_ok=True), converted.mkdir(parents=True, exist_ok=True)
+    (model / "vocab.txt").unlink(missing_ok=True)
+    (model / "config.json").write_text("{}" if names == "a b" else '{"eos_token_id": 2}')
+    (converted / "dict.txt").write_text("0 1\n1 1\n3 1\n")
+    if names:
+        (model / "vocab.txt").write_text("\n".join(names.split()) + "\n")
+    source = recurrent.Published(tmp_path / "out", model, "gpt2", tmp_path, None, end, False, 0)
+    assert source.end_of_text == found
+
+
 @looped("by_lines, expected", [(True, ["a b", "c", "<|endoftext|>", "d"]), (False, ["a b\n\nc", "d"])])
 def test_pieces_of_a_raw_text(tmp_path, by_lines, expected):
     """Lines that are not empty, or documents."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.attention.base import Attention, check_heads
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.srwm import srwm
 
 
@@ -24,7 +25,7 @@ class Srwm(Attention[SrwmState]):
 
     softmax_input: whether through a softmax; rate_mean: mean of the first columns of rates; query_scale: factor of
     those of queries; all deviate by 1 / sqrt(d); backend: of the rule.
-    Raises ValueError unless num_heads divides embed_dim.
+    Raises ValueError unless num_heads divides embed_dim and these numbers are finite.
     """
 
     named_as_rule = True
@@ -44,6 +45,8 @@ class Srwm(Attention[SrwmState]):
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
+        for name, number in (("rate_mean", rate_mean), ("query_scale", query_scale)):
+            check(math.isfinite(number), f"`{name}` must be finite, got {number}")
         head_dim = embed_dim // num_heads
         self.num_heads, self.backend = num_heads, backend
         self.map = nn.Softmax(dim=-1) if softmax_input else nn.Identity()
