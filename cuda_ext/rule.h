@@ -106,18 +106,21 @@ struct TokenTensorsOf {
   }
 };
 
-// Of the recurrent delta rule (cpu/recurrent_delta.h), what happens before a token: the state is emptied; the token is padding,
-// and changes nothing.
+// Of rules that run token by token, what happens before a token: the state is emptied; the token is padding, and changes nothing.
 enum Mark : uint8_t { kBegins = 1, kIsPadding = 2 };
 
-// The arrays of its passes are contiguous. Those of tokens are (B, L, H, n), where n is 3 d + 1 in x and saved, and else d. Marks
-// are (B, L), weights R (H, d, 3 d + 1), memories (B, H, d, d). `kept` has a memory before each kKeptEvery tokens of a head, and
-// first_output is o (B, H, d) before the first. Null: z, marks and weights are zeros; saved and kept are not written.
-struct RecurrentSizes {
+// Their sizes, and the marks (B, L) or null. A state is kept before each kKeptEvery tokens.
+struct TokenSizes {
   int64_t B, L, H, d;
   const uint8_t* marks;
-  constexpr int64_t gates() const { return 3 * d + 1; }
   constexpr int64_t chunks() const { return (L + kKeptEvery - 1) / kKeptEvery; }
+};
+
+// Of the recurrent delta rule (cpu/recurrent_delta.h). The arrays of its passes are contiguous. Those of tokens are
+// (B, L, H, n), where n is 3 d + 1 in x and saved, and else d. Weights are R (H, d, 3 d + 1), memories (B, H, d, d), and
+// first_output is o (B, H, d) before the first token. Null: z and weights are zeros; saved and kept are not written.
+struct RecurrentSizes : TokenSizes {
+  constexpr int64_t gates() const { return 3 * d + 1; }
 };
 template <typename A>
 struct RecurrentDeltaForward : RecurrentSizes {

@@ -26,6 +26,17 @@ inline void check(const char* name, const Optional& x, at::IntArrayRef sizes, at
   if (x) check(name, *x, sizes, type, device);
 }
 
+// Of rules that run token by token: a contiguous tensor like x, and marks (B, L), whose address is returned.
+inline void check(const char* name, const Tensor& given, at::IntArrayRef sizes, const Tensor& x) {
+  check(name, given, sizes, x.scalar_type(), x.device());
+  TORCH_CHECK(given.is_contiguous(), name, " must be contiguous");
+}
+inline const uint8_t* check_marks(const Optional& marks, const Tensor& x) {
+  check("marks", marks, x.sizes().slice(0, 2), at::kByte, x.device());
+  TORCH_CHECK(!marks || marks->is_contiguous(), "marks must be contiguous");
+  return marks ? marks->const_data_ptr<uint8_t>() : nullptr;
+}
+
 struct Sizes : Lengths {
   int64_t Hk;  // heads of q and k: each serves H / Hk consecutive heads
 

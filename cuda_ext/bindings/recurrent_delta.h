@@ -20,9 +20,9 @@ struct RecurrentDeltaOperator {
 
   static Results forward(const Tensor& x, const Optional& weights, const Optional& z, const Tensor& memory,
                          const Tensor& output, const Optional& marks, bool keeps) {
-    const RecurrentSizes n = check(x, weights, output, marks);
-    if (z) check(x, *z, "z", {n.B, n.L, n.H, n.d});
-    check(x, memory, "memory", {n.B, n.H, n.d, n.d});
+    const RecurrentSizes n = sizes_of(x, weights, output, marks);
+    if (z) check("z", *z, {n.B, n.L, n.H, n.d}, x);
+    check("memory", memory, {n.B, n.H, n.d, n.d}, x);
     const Tensor out = at::empty({n.B, n.L, n.H, n.d}, x.options()), last = memory.clone();
     const Tensor saved = at::empty(keeps ? x.sizes() : at::IntArrayRef{0}, x.options());
     const Tensor kept = at::empty({n.B, n.H, keeps ? n.chunks() : 0, n.d, n.d}, x.options());
@@ -39,12 +39,12 @@ struct RecurrentDeltaOperator {
   static Results backward(const Optional& weights, const Optional& /*z*/, const Tensor& output, const Optional& marks,
                           const Tensor& last, const Tensor& out, const Tensor& saved, const Tensor& kept, const Tensor& d_out,
                           const Tensor& d_last) {
-    const RecurrentSizes n = check(saved, weights, output, marks);
-    check(saved, last, "last", {n.B, n.H, n.d, n.d});
-    check(saved, d_last, "d_last", last.sizes());
-    check(saved, out, "out", {n.B, n.L, n.H, n.d});
-    check(saved, d_out, "d_out", out.sizes());
-    check(saved, kept, "kept", {n.B, n.H, n.chunks(), n.d, n.d});
+    const RecurrentSizes n = sizes_of(saved, weights, output, marks);
+    check("last", last, {n.B, n.H, n.d, n.d}, saved);
+    check("d_last", d_last, last.sizes(), saved);
+    check("out", out, {n.B, n.L, n.H, n.d}, saved);
+    check("d_out", d_out, out.sizes(), saved);
+    check("kept", kept, {n.B, n.H, n.chunks(), n.d, n.d}, saved);
     const Tensor d_x = at::empty_like(saved), d_z = at::empty_like(out), d_memory = d_last.clone();
     const Tensor d_output = at::empty_like(output);
     with_number(saved, [&]<typename A>(A) {
@@ -64,20 +64,14 @@ struct RecurrentDeltaOperator {
   template <typename F>
   static void with_number(const Tensor& x, F f) { x.scalar_type() == at::kDouble ? f(double()) : f(float()); }
 
-  static void check(const Tensor& x, const Tensor& other, const char* name, at::IntArrayRef sizes) {
-    fwp::check(name, other, sizes, x.scalar_type(), x.device());
-    TORCH_CHECK(other.is_contiguous(), name, " must be contiguous");
-  }
-  static RecurrentSizes check(const Tensor& x, const Optional& weights, const Tensor& output, const Optional& marks) {
+  static RecurrentSizes sizes_of(const Tensor& x, const Optional& weights, const Tensor& output, const Optional& marks) {
     TORCH_CHECK(x.dim() == 4 && x.size(3) % 3 == 1 && x.size(3) > 1 &&
                     (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble),
                 "x must have shape (B, L, H, 3 d + 1), in float32 or float64, got ", x.scalar_type(), " of shape ", x.sizes());
-    check(x, x, "x", x.sizes());
-    fwp::check("marks", marks, x.sizes().slice(0, 2), at::kByte, x.device());
-    TORCH_CHECK(!marks || marks->is_contiguous(), "marks must be contiguous");
-    const RecurrentSizes n{x.size(0), x.size(1), x.size(2), (x.size(3) - 1) / 3, data<uint8_t>(marks)};
-    if (weights) check(x, *weights, "weights", {n.H, n.d, n.gates()});
-    check(x, output, "output", {n.B, n.H, n.d});
+    check("x", x, x.sizes(), x);
+    const RecurrentSizes n{x.size(0), x.size(1), x.size(2), (x.size(3) - 1) / 3, check_marks(marks, x)};
+    if (weights) check("weights", *weights, {n.H, n.d, n.gates()}, x);
+    check("output", output, {n.B, n.H, n.d}, x);
     return n;
   }
 };

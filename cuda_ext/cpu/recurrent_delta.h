@@ -102,12 +102,8 @@ class RecurrentDelta {
 
  private:
   void clear(Tokens<A> x) { std::fill(x[0], x[0] + d_ * x.stride, A(0)); }
-  void load_matrix(const A* from, Tokens<A> to) {
-    for (int64_t i = 0; i < d_; ++i) std::copy(from + i * d_, from + (i + 1) * d_, to[i]);
-  }
-  void store_matrix(Tokens<A> from, A* to) {
-    for (int64_t i = 0; i < d_; ++i) std::copy(from[i], from[i] + d_, to + i * d_);
-  }
+  void load_matrix(const A* from, Tokens<A> to) { copy_matrix<A>({from, d_, 1}, d_, d_, {to.data, to.stride, 1}); }
+  void store_matrix(Tokens<A> from, A* to) { copy_matrix<A>({from.data, from.stride, 1}, d_, d_, {to, d_, 1}); }
   // Call f(first column, vectors) for panels of the padded columns of a row.
   template <typename F>
   static FWP_INLINE void for_columns(int64_t columns, F f) {

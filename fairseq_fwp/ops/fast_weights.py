@@ -31,7 +31,7 @@ from .arguments import (
     state_dtype,
 )
 from .kernels.backend import kernel_ready
-from .operator import define, refuse_double_backward
+from .operator import define, needs_gradient, refuse_double_backward
 
 # Tokens between two states that kernels keep for the backward pass of a forgetting rule: kKeptEvery of cuda_ext/rule.h.
 KEPT_EVERY = 32
@@ -98,8 +98,8 @@ def fast_weights(
     if q.is_cuda and q.dtype == torch.bfloat16 and first is not None and not forgets:
         decay = q.new_ones(()).expand(v.shape[:3])  # on tensor cores only kernels with decays take several documents
     given = (q, k, v, decay, value_decay, rate, removal_key, removal, state, first)
-    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in given if x is not None)
-    out, memory, *_ = _forward(*given, erases, keeps or q.is_cuda)  # kernels on a GPU read the states that they keep
+    keeps = needs_gradient(*given) or q.is_cuda
+    out, memory, *_ = _forward(*given, erases, keeps)  # kernels on a GPU read the states that they keep
     return out, memory
 
 

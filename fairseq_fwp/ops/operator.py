@@ -36,6 +36,11 @@ def define(name: str, schema: str) -> Callable[[Callable[..., object]], OpOverlo
     return add
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Return whether a backward pass may follow, so that the forward pass must keep what that needs."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
+
+
 def differentiate_definition(
     definition: Callable[..., Tensor], tensors: Sequence[Tensor | None], wanted: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from .arguments import expect_shape, outer, retrieve, state_dtype
-from .checks import check
 from .fast_weights import KEPT_EVERY
 from .kernels import self_check
 from .kernels.backend import kernel_ready, warn_of_size
-from .operator import Context, define, refuse_double_backward
-from .rule import BACKENDS, is_transformed
+from .operator import Context, define, needs_gradient, refuse_double_backward
+from .rule import is_transformed
+from .sequential import FIRST, PADDING, check_inputs, marks_of, without_padding
 
-FIRST, PADDING = 1, 2  # the bits of a mark: Mark of cuda_ext/rule.h
 GREATEST = {"cuda": 64}  # d: kGreatestRecurrentDelta of cuda_ext/cuda/recurrent_delta.cuh
 
 
@@ -54,8 +53,7 @@ def recurrent_delta(
     Raises ValueError for other shapes and backends, and TypeError for numbers that are not real or on another device,
     and for masks that are not bool.
     """
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating-point, got {x.dtype}")
+    check_inputs(x, backend, weights=weights, z=z, memory=memory, output=output)
     expect_shape("x", x, B=None, L=None, H=None, gates=None)
     batch, length, heads, gates = x.shape
     if gates % 3 != 1 or gates == 1:
@@ -69,16 +67,13 @@ def recurrent_delta(
         expect_shape("z", z, B=batch, L=length, H=heads, d=dim)
     expect_shape("memory", memory, B=batch, H=heads, key=dim, value=dim)
     expect_shape("output", output, B=batch, H=heads, d=dim)
-    check_inputs(x, backend, weights=weights, z=z, memory=memory, output=output)
     marks = marks_of(first, padding, batch, length)
     x, memory, output = (part.to(dtype).contiguous() for part in (x, memory, output))
     weights, z = (None if part is None else part.to(dtype).contiguous() for part in (weights, z))
     if backend == "reference" or is_transformed() or _lacks_kernel(output, backend == "kernel"):
         out, memory = definition(x, weights, z, memory, output, marks)
     else:
-        keeps = torch.is_grad_enabled() and any(
-            part is not None and part.requires_grad for part in (x, weights, z, memory, output)
-        )
+        keeps = needs_gradient(x, weights, z, memory, output)
         out, memory, *_ = _forward(x, weights, z, memory, output, marks, keeps)
     return out, memory, out[:, -1] if length else output
 
@@ -117,48 +112,18 @@ def definition(
     return torch.stack(outs, 1) if outs else x.new_zeros(*x.shape[:3], dim), memory
 
 
-def without_padding(x: Tensor, marks: Tensor | None) -> Tensor:
-    """Return x (B, L, H, ...) with zeros at padding: a NaN there would reach gradients through a selection."""
-    return x if marks is None else x.masked_fill((marks & PADDING).bool()[..., None, None], 0)
-
-
-def check_inputs(x: Tensor, backend: str, **others: Tensor | None) -> None:
-    """Raise ValueError for a name of no backend, and TypeError for tensors that are not of x's kind and device."""
-    check(backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    for name, part in others.items():
-        if part is not None and not (part.is_floating_point() and part.device == x.device):
-            raise TypeError(f"{name} must be floating-point on {x.device}, as x, got {part.dtype} on {part.device}")
-
-
-def marks_of(first: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return the marks (B, L) of tokens, uint8; None = none. Raises ValueError and TypeError for other masks."""
-    marks = None
-    for mask, bit in ((first, FIRST), (padding, PADDING)):
-        if mask is not None:
-            expect_shape("first, padding", mask, B=batch, L=length)
-            if mask.dtype != torch.bool:
-                raise TypeError(f"first and padding must be bool, got {mask.dtype}")
-            mark = mask.contiguous().to(torch.uint8) * bit
-            marks = mark if marks is None else marks + mark
-    return marks
-
-
 _INPUTS = "Tensor x, Tensor? weights, Tensor? z, Tensor memory, Tensor output, Tensor? marks, bool keeps"
 
 
 @define("recurrent_delta", f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
-def _forward(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    """Return o, the memory, and for the backward pass q, k, e and b of each token, and the memory of each chunk."""
+def _forward(x: Tensor, weights: Tensor | None, z: Tensor | None, memory: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """Return o, the memory, and for the backward pass q, k, e and b of each token, and the memory of each chunk.
+
+    Without a kernel the last two are x, and the first memory for each chunk.
+    """
     if kernel_ready(x.device.type):
-        return torch.ops.fwp.recurrent_delta(x, *given)
-    return without_kernel(x, *given)
-
-
-def without_kernel(
-    x: Tensor, weights: Tensor | None, z: Tensor | None, memory: Tensor, output: Tensor, marks: Tensor | None, _: bool
-) -> tuple[Tensor, ...]:
-    """Return the same from the definition; for the backward pass x, and the first memory for each chunk."""
-    out, last = definition(x, weights, z, memory, output, marks)
+        return torch.ops.fwp.recurrent_delta(x, weights, z, memory, *given)
+    out, last = definition(x, weights, z, memory, *given[:-1])
     return out, last.clone(), x.clone(), memory.unsqueeze(2).repeat(1, 1, -(-x.shape[1] // KEPT_EVERY), 1, 1)
 
 

@@ -28,6 +28,12 @@ OPTIONS = {"first": None, "backend": "auto", "states_after": None}  # by name on
 SIZES = {"B", "H", "Hk", "L", "N", "Dk", "Dv"}
 
 
+def check_backend(backend: str) -> None:
+    """Raise ValueError for a name of no backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
 def is_transformed() -> bool:
     """Return whether a transform of torch.func, or forward mode, is active."""
     if torch.compiler.is_compiling():
@@ -174,8 +180,7 @@ class Rule:
 
         ValueError: there is no such backend. RuntimeError: it is "kernel", and there is no kernel, or a wrong one.
         """
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        check_backend(backend)
         if backend == "fla":
             return self._run_fla
         if backend == "reference" or not isinstance(q, Tensor) or not isinstance(v, Tensor):  # which `check` refuses

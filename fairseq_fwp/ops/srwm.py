@@ -13,9 +13,9 @@ from torch import Tensor
 from .arguments import expect_shape, outer, retrieve, state_dtype
 from .fast_weights import KEPT_EVERY
 from .kernels.backend import kernel_ready
-from .operator import Context, define, refuse_double_backward
-from .recurrent_delta import FIRST, PADDING, check_inputs, marks_of, without_padding
+from .operator import Context, define, needs_gradient, refuse_double_backward
 from .rule import is_transformed
+from .sequential import FIRST, PADDING, check_inputs, marks_of, without_padding
 
 
 def srwm(
@@ -40,22 +40,19 @@ def srwm(
     y is zero.
     backend: as for `recurrent_delta`, which raises the same errors. Only a CPU has a kernel.
     """
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating-point, got {x.dtype}")
+    check_inputs(x, backend, weights=weights, change=change)
     expect_shape("x", x, B=None, L=None, H=None, d=None)
     batch, length, heads, dim = x.shape
     expect_shape("weights", weights, H=heads, d=dim, columns=3 * dim + 4)
     change = x.new_zeros(batch, *weights.shape) if change is None else change
     expect_shape("change", change, B=batch, H=heads, d=dim, columns=3 * dim + 4)
-    check_inputs(x, backend, weights=weights, change=change)
     marks = marks_of(first, padding, batch, length)
     x, weights, change = (part.to(state_dtype(x.dtype)).contiguous() for part in (x, weights, change))
     if backend == "kernel" and not x.is_cpu:
         raise RuntimeError(f"no compiled kernel for {x.device.type}: srwm has one for a CPU; choose the backend auto")
     if backend == "reference" or is_transformed() or not x.is_cpu:
         return definition(x, weights, change, marks)
-    keeps = torch.is_grad_enabled() and any(part.requires_grad for part in (x, weights, change))
-    return _forward(x, weights, change, marks, keeps)[:2]
+    return _forward(x, weights, change, marks, needs_gradient(x, weights, change))[:2]
 
 
 def definition(x: Tensor, weights: Tensor, change: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ The folder of a training gets settings.txt (the flags), train.log and checkpoint
 is not repeated.
 """
 
-import hashlib
 import multiprocessing
 import os
 import shlex
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 from arguments import ROOT
 from commands import LOCKS, RecipeError, check_same, lock, show, write
+from data.prepare import known_as
 from flags import value_of
 from log import Outcome, Progress, check_unchanged, find_log, read_outcome
 
@@ -29,7 +29,7 @@ from log import Outcome, Progress, check_unchanged, find_log, read_outcome
 # page by page. torch asks for large pages.
 MEMORY = {"MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_MMAP_MAX_": "0", "THP_MEM_ALLOC_ENABLE": "1"}
 PLUGIN = ["--user-dir", str(ROOT / "fairseq_fwp")]
-CODE = "user_dir.sha256"  # what the files of a plug-in were when the training began
+CODE = "user_dir.txt"  # what the files of a plug-in were when the training began
 SAVING = ["--no-epoch-checkpoints", "--keep-interval-updates", "1", "--log-format", "json"]
 
 
@@ -68,11 +68,10 @@ class Training(NamedTuple):
 
     @property
     def code(self) -> str:
-        """The fingerprint of the Python files of --user-dir that can be read; empty without one."""
-        plugin = Path(value_of(self.flags, "--user-dir", "/dev/null"))
-        files = [file for file in sorted(plugin.rglob("*.py")) if file.is_file() and os.access(file, os.R_OK)]
-        of_each = [f"{file.relative_to(plugin)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
-        return hashlib.sha256("\n".join(of_each).encode()).hexdigest() if files else ""
+        """What identifies the Python files of --user-dir that can be read; empty without one."""
+        plugin = value_of(self.flags, "--user-dir")
+        files = sorted(Path(plugin).rglob("*.py")) if plugin else []
+        return known_as(*(file for file in files if file.is_file() and os.access(file, os.R_OK)))
 
     def begin(self) -> None:
         lock(self.folder)
@@ -80,8 +79,8 @@ class Training(NamedTuple):
 
     def write_settings(self) -> None:
         write(self.folder / "settings.txt", self.settings + "\n")
-        if self.code and not (self.folder / "checkpoint_last.pt").exists():
-            write(self.folder / CODE, self.code)
+        if (code := self.code) and not (self.folder / "checkpoint_last.pt").exists():
+            write(self.folder / CODE, code)
 
     def end(self, succeeded: bool) -> Outcome | None:
         """Mark it as trained or diverged; None if it failed for another reason: then it can be tried again."""

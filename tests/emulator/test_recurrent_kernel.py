@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from emulator import SHARED_KIB, EmulatorError, _Pretended
+from support.operator_bodies import replace_passes
 from support.pairwise import looped
 from test_recurrent_delta import run, sample
 
@@ -52,18 +53,7 @@ def backward(emulator, weights, z, output, marks, last, out, saved, kept, d_out,
 
 def use_kernel(patch, emulator, **how):
     """Make later calls of the operator run on the emulator."""
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *given):
-            results = forward(emulator, *given, **how)
-            operators._setup_context(ctx, given, results)
-            return results
-
-        backward = staticmethod(operators._differentiate)
-
-    patch.setattr(operators, "_forward", Function.apply)
-    patch.setattr(operators, "_backward", partial(backward, emulator, **how))
+    replace_passes(patch, operators, partial(forward, emulator, **how), partial(backward, emulator, **how))
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """The short convolution: its definition by a loop, gradients, operators, threads."""
 
-import inspect
 import re
 
 import pytest
 import torch
+from support.operator_bodies import use_bodies
 from support.operator_fixtures import on_one_and_three_threads
 from support.pairwise import looped
 
@@ -47,19 +47,7 @@ def backend(request, monkeypatch):
     """With the kernel, and as if it could not be built: the operators' bodies in Python."""
     if request.param == "kernel":
         return causal_conv1d
-    monkeypatch.setattr(convolution, "kernel_ready", lambda device: False)
-    forward, backward = map(inspect.unwrap, (convolution._forward, convolution._backward))
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *given):
-            convolution._setup_context(ctx, given, None)
-            return forward(*given)
-
-        backward = staticmethod(convolution._differentiate)
-
-    monkeypatch.setattr(convolution, "_backward", backward)
-    monkeypatch.setattr(convolution, "_forward", Function.apply)
+    use_bodies(monkeypatch, convolution)
     return causal_conv1d
 
 

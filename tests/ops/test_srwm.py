@@ -1,9 +1,10 @@
 """Self-referential weight matrices: kernel and definition against the paper's equations, and their bits."""
 
-import inspect
+from functools import partial
 
 import pytest
 import torch
+from support.operator_bodies import results_and_gradients, use_bodies
 from support.pairwise import looped
 
 from fairseq_fwp.ops import srwm as operators
@@ -51,11 +52,7 @@ def equations(x, weights, change=None, first=None, padding=None, backend=None):
 
 def run(given, function=srwm, backend="auto"):
     """Return all results and gradients."""
-    leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in given.items()}
-    results = function(**leaves, backend=backend)
-    generator = torch.Generator().manual_seed(1)
-    cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in results]
-    return [*results, *torch.autograd.grad(results, [x for x in leaves.values() if x.requires_grad], cotangents)]
+    return results_and_gradients(partial(function, backend=backend), given)
 
 
 # Tokens, the size of a head, and terms. Chunks have 32 tokens.
@@ -121,22 +118,9 @@ def test_no_tokens():
 
 def test_without_a_kernel(monkeypatch):
     """As if it could not be built: the operators' bodies in Python."""
-    monkeypatch.setattr(operators, "kernel_ready", lambda device: False)
-    forward, backward = map(inspect.unwrap, (operators._forward, operators._backward))
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *given):
-            results = forward(*given)
-            operators._setup_context(ctx, given, results)
-            return results
-
-        backward = staticmethod(operators._differentiate)
-
     given = sample(35, 4, "ms")
     expected = run(given)
-    monkeypatch.setattr(operators, "_backward", backward)
-    monkeypatch.setattr(operators, "_forward", Function.apply)
+    use_bodies(monkeypatch, operators)
     for x, y in zip(run(given), expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 

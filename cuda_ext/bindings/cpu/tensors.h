@@ -192,6 +192,25 @@ void for_short_heads(const Lengths& size, F f) {
   });
 }
 
+// Call f(head, marks, tokens, rule) for every head of a rule that runs token by token, on threads. `updates`: of numbers of the
+// state, for a token. weights, or null: of_head of them for each head. tokens(data, n) are those of the head in an array
+// (B, L, H, n); there are none if it is null.
+template <typename Rule, typename A, typename F>
+void for_token_heads(const TokenSizes& size, int64_t updates, const A* weights, int64_t of_head, F f) {
+  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * updates * 8));
+  at::parallel_for(0, size.B * size.H, grain, [&](int64_t begin, int64_t end) {
+    const auto memory = scratch<A>(Rule::scratch_size(size.d));
+    for (int64_t head = begin; head < end; ++head) {
+      const int64_t b = head / size.H, h = head % size.H;
+      Rule rule(size.d, weights ? weights + h * of_head : nullptr, memory.get());
+      const auto tokens = [&]<typename T>(T* data, int64_t n) -> Tokens<T> {
+        return {data ? data + (b * size.L * size.H + h) * n : nullptr, size.H * n};
+      };
+      f(head, size.marks ? size.marks + b * size.L : nullptr, tokens, rule);
+    }
+  });
+}
+
 // Whether the state is kept in registers.
 template <typename A>
 bool is_square(const Lengths& size) {

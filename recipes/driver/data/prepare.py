@@ -173,7 +173,7 @@ def preprocess_text(folder: Path, out: Path, *flags: object) -> None:
 
 
 def known_as(*files: Path) -> str:
-    """Return an identity of a text of the user: the path and a checksum of each file."""
+    """Return an identity of files of the user, such as a text: the path and a checksum of each."""
     return " ".join(f"{file.absolute()} {zlib.crc32(file.read_bytes())}" for file in files)
 
 
