@@ -30,6 +30,7 @@ ROOMS_OF_STOREYS = {
         # Of a model it only uses what `decoding` names, as tasks do.
         "evaluation": {"torch"} | ours("modules.decoding", "modules.onednn"),
         "testing": {"torch"} | ours("ops"),
+        "kernel_checks": {"torch"} | ours("modules", "ops"),
     },
     "fairseq repaired": {
         "patches": CONFIG | {"bitarray", "fairseq_cli", "subword_nmt"} | ours("outputs"),

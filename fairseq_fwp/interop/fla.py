@@ -292,11 +292,7 @@ def _delta_product(
     k, v, beta = (x.unflatten(1, (-1, num_householder)).transpose(2, 3) for x in (k, v, beta))
     if g is None:
         return run(ops.delta_product_rule, q, k, v, beta)
-
-    def rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, *state: Any, **named: Any) -> Results:
-        return ops.delta_product_rule(q, k, v, beta, *state, decay=g, **named)
-
-    return run(rule, q, k, v, beta, _decay(g, q))
+    return run(ops.gated_delta_product_rule, q, k, v, _decay(g, q), beta)
 
 
 def _rwkv7(

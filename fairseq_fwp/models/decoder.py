@@ -31,7 +31,7 @@ from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.modules.positions import LearnedPositions
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check
-from fairseq_fwp.ops.rule import is_transformed
+from fairseq_fwp.ops.operator import is_transformed
 from fairseq_fwp.patches.options import Settings, flag, option
 
 logger = logging.getLogger(__name__)

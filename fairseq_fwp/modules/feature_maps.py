@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check
-from fairseq_fwp.ops.rule import is_transformed
+from fairseq_fwp.ops.operator import is_transformed
 
 
 class FeatureMap(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
-from fairseq_fwp.ops.rule import is_transformed
+from fairseq_fwp.ops.operator import is_transformed
 
 # With fewer rows, oneDNN is not faster than MKL (measured with 128 to 512 columns).
 MIN_ROWS = 256

@@ -17,7 +17,6 @@ from fairseq_fwp import ops
 from fairseq_fwp.ops import rows
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check, look_up
-from fairseq_fwp.ops.rules import PRODUCT
 
 Size: TypeAlias = Literal["Dk", "Dv"] | int
 
@@ -211,7 +210,7 @@ UPDATE_RULES = {
         Normalizer(lambda decay, erase, write: (decay,), ops.gla_rule, retrieved=True),
     ),
     # Siems et al. 2025 use up to four steps a token; the symmetric group of three elements needs two.
-    "delta_product": UpdateRule(PRODUCT, (replace(BETA, size=2),), normalizer=None, steps=2),
+    "delta_product": UpdateRule(ops.delta_product_rule, (replace(BETA, size=2),), normalizer=None, steps=2),
     "rwkv7": UpdateRule(
         # After Peng et al. 2025, with projections of the rank of a head for the decay and the rate. In the paper the
         # decay's projection contains a tanh. The removal key is projected here; in the paper it is the key times a

@@ -26,13 +26,14 @@ of every rule.
 from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve
 from .kernels import KernelStatus, kernel_status
 from .mlstm import MlstmState, mlstm_rule
-from .rule import Rule, explain
+from .rule import Rule, explain, states_after
 from .rules import (
     decay_rule,
     delta_product_rule,
     delta_rule,
     dplr_rule,
     fwm_rule,
+    gated_delta_product_rule,
     gated_delta_rule,
     gated_rule,
     gdn2_rule,
@@ -54,6 +55,7 @@ __all__ = [
     "dplr_rule",
     "explain",
     "fwm_rule",
+    "gated_delta_product_rule",
     "gated_delta_rule",
     "gated_rule",
     "gdn2_rule",
@@ -63,5 +65,6 @@ __all__ = [
     "outer",
     "retrieve",
     "rwkv7_rule",
+    "states_after",
     "sum_rule",
 ]

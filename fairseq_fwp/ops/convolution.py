@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .arguments import expect_shape, state_dtype
 from .kernels.backend import kernel_ready
-from .operator import Context, define, differentiate_definition
-from .rule import is_transformed
+from .operator import Context, define, differentiate_definition, is_transformed
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Tensor | None = None) -> Tensor:

@@ -44,7 +44,8 @@ OPTIONAL = {
 }
 TOKENS = ("q", "k", "v", *OPTIONAL)  # the inputs that have an entry for each token
 DIFFERENTIABLE = (*TOKENS, "state")
-Terms: TypeAlias = Mapping[str, str | bool]  # a rule's gate for each optional input that it has, and "erases"
+# A rule's gate for each optional input that it has, and whether it erases: {"rate": "beta", "erases": True}.
+Terms: TypeAlias = Mapping[str, str | bool]
 SCHEMA = ", ".join(f"Tensor? {name}" for name in (*OPTIONAL, "state", "first")) + ", bool erases"
 
 
@@ -103,30 +104,14 @@ def fast_weights(
     return out, memory
 
 
-def case_of(terms: Terms, gates: Mapping[str, tuple[Shape, ...]]) -> Callable[..., Results]:
-    """Return a rule of the family as a function: (q, k, v, *gates, state=, first=) -> results.
-
-    terms: which gate is which term of the equation, such as {"rate": "beta", "erases": True}; gates: as of `Rule`.
-    Raises ValueError for terms that are not in the equation, or not of such gates.
-    """
-    gate_of = {term: str(gate) for term, gate in terms.items() if term != "erases"}
-    for term, gate in gate_of.items():
-        if term not in OPTIONAL or gate not in gates or not {*gates[gate]} <= {*OPTIONAL[term]}:
+def check_terms(terms: Terms, gates: Mapping[str, tuple[Shape, ...]]) -> None:
+    """Raise ValueError for terms that are not in the equation, or not of such gates. gates: as of `Rule`."""
+    for term, gate in terms.items():
+        if term == "erases" and isinstance(gate, bool):
+            continue
+        if term not in OPTIONAL or gate not in gates or not {*gates[str(gate)]} <= {*OPTIONAL[term]}:
             known = ", ".join(f"{name} {' or '.join(map(str, shapes))}" for name, shapes in OPTIONAL.items())
             raise ValueError(f"as_fast_weights must give gates of these shapes: {known}; got {term!r}: {gate!r}")
-    order, erases = [*gates], bool(terms.get("erases", False))
-    places = {term: order.index(gate) for term, gate in gate_of.items()}
-    # Gates that the operator takes in more shapes than the rule does.
-    narrow = [(order.index(g), len(gates[g][0])) for term, g in gate_of.items() if len(gates[g]) < len(OPTIONAL[term])]
-
-    def compute(q: Tensor, k: Tensor, v: Tensor, *given: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
-        for place, dimensions in narrow:
-            if given[place].dim() != dimensions:
-                raise ValueError(f"{order[place]} must have {dimensions} dimensions, got {given[place].dim()}")
-        named = {term: given[place] for term, place in places.items()}
-        return fast_weights(q, k, v, **named, state=state, first=first, erases=erases)
-
-    return compute
 
 
 def reference_of(inputs: Inputs) -> Callable[..., Results]:

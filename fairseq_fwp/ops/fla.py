@@ -34,7 +34,7 @@ def _gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -
     return function, {"q": q, "k": k, "v": v, "g": decay.float().log(), "beta": beta}
 
 
-def _delta_product(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None = None) -> Form:
+def _delta_product(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor) -> Form:
     # (B, L, H, N, ...) -> (B, L N, H, ...)
     steps = {name: x.transpose(2, 3).flatten(1, 2) for name, x in {"k": k, "v": v, "beta": beta}.items()}
     more = {"g": None if decay is None else decay.float().log(), "num_householder": k.shape[3]}
@@ -62,7 +62,8 @@ FORMS: dict[str, Callable[..., Form]] = {
     "gla_rule": _gla,
     "delta_rule": lambda q, k, v, beta: ("delta_rule.chunk_delta_rule", {"q": q, "k": k, "v": v, "beta": beta}),
     "gated_delta_rule": _gated_delta,
-    "delta_product_rule": _delta_product,
+    "delta_product_rule": lambda q, k, v, beta: _delta_product(q, k, v, None, beta),
+    "gated_delta_product_rule": _delta_product,
     "rwkv7_rule": _rwkv7,
     "dplr_rule": _dplr,
     "gdn2_rule": _gdn2,
@@ -123,7 +124,7 @@ def check_inputs(rule: str, q: Tensor, v: Tensor) -> None:
 def _check_decays(rule: str, tensors: dict[str, Tensor]) -> None:
     prefix = f"{rule} with backend='fla': "
     decays = {name: tensors[name] for name in DECAYS if name in tensors}
-    if rule == "delta_product_rule" and any(x.dim() == 4 for x in decays.values()):
+    if rule == "gated_delta_product_rule" and any(x.dim() == 4 for x in decays.values()):
         raise ValueError(f"{prefix}decay must have shape (B, H, L), got {tuple(decays['decay'].shape)}")
     for name, x in decays.items():
         if not (x > 0).all():

@@ -5,8 +5,30 @@ from functools import update_wrapper
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
+
+from .kernels import load_kernels
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func, or forward mode, is active."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def suits_kernel(x: Tensor, device_type: str, dtypes: Sequence[torch.dtype]) -> bool:
+    """Return whether an operator with a definition in PyTorch next to it may call its kernel for a tensor."""
+    return (
+        type(x) in (Tensor, nn.Parameter)  # not a fake one, or another that only looks like one
+        and x.device.type == device_type
+        and x.dtype in dtypes
+        and not torch.compiler.is_compiling()  # a compiler joins operations itself
+        and not is_transformed()
+        and load_kernels(device_type).built
+    )
 
 
 class Context(Protocol):

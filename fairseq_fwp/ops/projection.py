@@ -14,7 +14,7 @@ from torch import Tensor
 from .arguments import DTYPES, state_dtype
 from .kernels import self_check
 from .kernels.backend import GREATEST_SIZE
-from .rule import suits_kernel
+from .operator import suits_kernel
 
 DEVICE = "cuda"
 NAME, INSTEAD = "map_projection", "PyTorch computes the same"  # for the check before the first use

@@ -7,9 +7,6 @@ and without a compiler, PyTorch computes the definition.
 Shapes: B batch, L tokens, H heads, d numbers of a head.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,8 +16,7 @@ from .arguments import expect_shape, outer, retrieve, state_dtype
 from .fast_weights import KEPT_EVERY
 from .kernels import self_check
 from .kernels.backend import kernel_ready, warn_of_size
-from .operator import Context, define, needs_gradient, refuse_double_backward
-from .rule import is_transformed
+from .operator import Context, define, is_transformed, needs_gradient, refuse_double_backward
 from .sequential import FIRST, PADDING, check_inputs, marks_of, without_padding
 
 GREATEST = {"cuda": 64}  # d: kGreatestRecurrentDelta of cuda_ext/cuda/recurrent_delta.cuh
@@ -82,7 +78,7 @@ def _lacks_kernel(output: Tensor, required: bool) -> bool:
     kind, device = output.device.type, str(output.device)
     if kind not in ("cpu", "cuda") or warn_of_size(output, output, required, GREATEST):
         return True
-    return kind in self_check.CHECKED and self_check.warn_of_fault(CHECK.name, device, required)
+    return kind in self_check.CHECKED and self_check.warn_of_fault("recurrent_delta", device, required)
 
 
 def definition(
@@ -176,22 +172,3 @@ def _differentiate(ctx: Context, d_out: Tensor, d_last: Tensor, *__: object) -> 
 
 torch.library.register_autograd(_forward, _differentiate, setup_context=_setup_context)
 refuse_double_backward(_backward)
-
-
-def _compare(device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[tuple[Any, Any, torch.dtype]]:
-    """Yield results of the kernel, those of the definition in float64, and the dtype."""
-
-    def run(backend: str, *tokens: Tensor, state: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-        return recurrent_delta(*tokens, memory=state, first=first, backend=backend)[:2]
-
-    for length, dim in ((70, 16), (35, 20), (35, 64)):
-        out, state = [2, length, 2, dim], [2, 2, dim, dim]
-        shapes = {"x": [*out[:3], 3 * dim + 1], "weights": [2, dim, 3 * dim + 1], "z": out, "d_out": out}
-        inputs = self_check.sample(shapes | {"state": state, "d_state": state}, dim)
-        first = (torch.arange(length) == 33).expand(2, -1)
-        truth = self_check.results(partial(run, "reference"), inputs, torch.float64, torch.device("cpu"), first)
-        for dtype in dtypes:
-            yield self_check.results(partial(run, "auto"), inputs, dtype, device, first), truth, dtype
-
-
-CHECK = SimpleNamespace(name="recurrent_delta", has_kernel=True, compare=_compare)  # for `self_check.check_in_child`

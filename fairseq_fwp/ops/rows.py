@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .arguments import at_least_float32, expect_shape, state_dtype
-from .operator import differentiate_definition
-from .rule import suits_kernel
+from .operator import differentiate_definition, suits_kernel
 
 Opening: TypeAlias = Callable[[Tensor], Tensor]
 OPENINGS: dict[Opening, str] = {F.silu: "silu", torch.sigmoid: "sigmoid"}  # those that kernels know, with their names

@@ -8,49 +8,24 @@ from functools import update_wrapper
 from inspect import Parameter, Signature
 from itertools import pairwise, starmap
 from operator import index
-from typing import Any, overload
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from . import fla
 from .arguments import PER_VALUE, SHARED_KEY, Results, Shape, check_arguments
-from .fast_weights import Terms, case_of
-from .kernels import load_kernels, self_check
-from .kernels.backend import require_kernel, warn_of_size
-from .operator import define, refuse_double_backward
+from .fast_weights import Terms, check_terms, fast_weights
+from .kernels import self_check
+from .kernels.backend import check_backend, require_kernel, warn_of_size
+from .operator import define, is_transformed, refuse_double_backward
 from .reference import allocate, backward, forward, loop
 
-BACKENDS = ("auto", "kernel", "fla", "reference")
 REFERENCE = "use backend='reference', which layers take too"
-OPTIONS = {"first": None, "backend": "auto", "states_after": None}  # by name only, with their defaults
+OPTIONS = {"first": None, "backend": "auto"}  # by name only, with their defaults
 SIZES = {"B", "H", "Hk", "L", "N", "Dk", "Dv"}
-
-
-def check_backend(backend: str) -> None:
-    """Raise ValueError for a name of no backend."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-
-
-def is_transformed() -> bool:
-    """Return whether a transform of torch.func, or forward mode, is active."""
-    if torch.compiler.is_compiling():
-        return False
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-
-
-def suits_kernel(x: Tensor, device_type: str, dtypes: Sequence[torch.dtype]) -> bool:
-    """Return whether an operator with a definition in PyTorch next to it may call its kernel for a tensor."""
-    return (
-        type(x) in (Tensor, nn.Parameter)  # not a fake one, or another that only looks like one
-        and x.device.type == device_type
-        and x.dtype in dtypes
-        and not torch.compiler.is_compiling()  # a compiler joins operations itself
-        and not is_transformed()
-        and load_kernels(device_type).built
-    )
 
 
 class Rule:
@@ -68,8 +43,7 @@ class Rule:
         step itself runs, and the backward pass runs it again, for one chunk of tokens at a time.
     key, value: shapes of k and v.
 
-    It has also `names`, of the tensors with an entry for each token, and `operator`, which computes it by an operator
-    of PyTorch: (q, k, v, *gates, state=, first=) -> results.
+    It has also `names`, of the tensors with an entry for each token.
     """
 
     def __init__(
@@ -85,7 +59,13 @@ class Rule:
         self.name, self.step, self.gates, self.key, self.value = name, step, gates, key, value
         self.as_fast_weights = as_fast_weights
         self.names = ("q", "k", "v", *gates)
-        self.operator = _operator_of(self)
+        if as_fast_weights is None:
+            self._call_operator = make_operator(self)
+        elif not callable(as_fast_weights):
+            check_terms(as_fast_weights, gates)
+            self._erases = bool(as_fast_weights.get("erases"))
+            self._places = {term: [*gates].index(str(x)) for term, x in as_fast_weights.items() if term != "erases"}
+        self._one_shape = [(i, len(shapes[0])) for i, shapes in enumerate(gates.values()) if len(shapes) == 1]
         update_wrapper(self, step, assigned=("__module__", "__doc__"), updated=())
         self.__name__ = self.__qualname__ = name
         parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in self.names]
@@ -104,56 +84,27 @@ class Rule:
     def __reduce__(self) -> str:
         return self.name
 
-    @overload
-    def __call__(
-        self,
-        *arguments: Tensor | None,
-        first: Tensor | None = None,
-        backend: str = "auto",
-        states_after: None = None,
-        **named: Tensor | None,
-    ) -> Results: ...
-
-    @overload
-    def __call__(
-        self,
-        *arguments: Tensor | None,
-        first: Tensor | None = None,
-        backend: str = "auto",
-        states_after: Sequence[int],
-        **named: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def __call__(
-        self,
-        *arguments: Any,
-        first: Tensor | None = None,
-        backend: str = "auto",
-        states_after: Sequence[int] | None = None,
-        **named: Any,
-    ) -> tuple[Tensor, ...]:
+    def __call__(self, *arguments: Any, first: Tensor | None = None, backend: str = "auto", **named: Any) -> Results:
         """Return out (B, H, L, Dv) and the new state. Arguments: q, k, v, gates and state, in this order or by name."""
         count = len(self.names)
-        if states_after is None and not named and len(arguments) in (count, count + 1):  # the rest costs microseconds
+        if not named and len(arguments) in (count, count + 1):  # the rest costs microseconds
             state = arguments[count] if len(arguments) > count else None
             return self.run(*arguments[:count], state=state, first=first, backend=backend)
-        values = dict(zip((*self.names, "state"), arguments, strict=False)) | named
+        tokens, state = self.bind(arguments, named)
+        return self.run(*tokens, state=state, first=first, backend=backend)
+
+    def bind(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[list[Tensor], Tensor | None]:
+        """Return q, k, v and the gates in their order, and the state, of a call's arguments. Raises TypeError."""
+        values = dict(zip((*self.names, "state"), arguments, strict=False)) | dict(named)
         each_once = len(values) == len(arguments) + len(named)
         state = values.pop("state", None)
-        if not each_once or len(values) != count or any(name not in values for name in self.names):
+        if not each_once or len(values) != len(self.names) or any(name not in values for name in self.names):
             by_name = f" and {', '.join(named)} by name" if named else ""
             raise TypeError(
                 f"the arguments of {self.name} must be {', '.join(self.names)} and, if wanted, state, by position or "
-                f"by name, and first, backend and states_after only by name, got {len(arguments)} by position{by_name}"
+                f"by name, and first and backend only by name, got {len(arguments)} by position{by_name}"
             )
-        tokens = [values[name] for name in self.names]
-        if states_after is None:
-            return self.run(*tokens, state=state, first=first, backend=backend)
-        try:
-            ends = [*map(index, states_after)]
-        except TypeError:
-            raise TypeError(f"{self.name}: states_after must be a list of integers, got {states_after!r}") from None
-        return self._run_pieces(tokens, state, first, backend, ends)
+        return [values[name] for name in self.names], state
 
     def run(
         self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None, backend: str = "auto"
@@ -162,7 +113,7 @@ class Rule:
         compute = self._choose(backend, tokens[0], tokens[2])
         # On small inputs the checks cost several times as much as the kernel, which checks its arguments itself. So
         # they only run after it fails, to explain the error. (Some rules would take None for another rule.)
-        if compute is not self.operator or torch.compiler.is_compiling() or any(x is None for x in tokens):
+        if compute != self.run_operator or torch.compiler.is_compiling() or any(x is None for x in tokens):
             self.check(*tokens, state=state, first=first)
             return compute(*tokens, state=state, first=first)
         if forward_ad._current_level >= 0:
@@ -193,23 +144,20 @@ class Rule:
         checked = self.has_kernel and q.device.type in self_check.CHECKED
         if warn_of_size(q, v, required) or (checked and self_check.warn_of_fault(self.name, str(q.device), required)):
             return self.reference
-        return self.operator
+        return self.run_operator
 
-    def _run_pieces(
-        self, tokens: list[Tensor], state: Tensor | None, first: Tensor | None, backend: str, ends: list[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return out, the new state and the states after some numbers of tokens (B, H, n, Dk, Dv)."""
-        self.check(*tokens, state=state, first=first)
-        length = tokens[0].shape[2]
-        if not all(before < after for before, after in pairwise((0, *ends, length + 1))):
-            raise ValueError(f"{self.name}: states_after must be ascending numbers in [1, {length}], got {ends}")
-        outs, states = [], []
-        for piece in starmap(slice, pairwise((0, *ends, length))):
-            some, some_first = [x[:, :, piece] for x in tokens], None if first is None else first[:, piece]
-            out, state = self.run(*some, state=state, first=some_first, backend=backend)
-            outs.append(out)
-            states.append(state)
-        return torch.cat(outs, 2), states[-1], torch.stack(states, 2)[:, :, :-1]
+    def run_operator(self, *tokens: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
+        """Return the result of an operator of PyTorch: the family's, or one of its own, which is another loop."""
+        case, (q, k, v, *gates) = self.as_fast_weights, tokens
+        if case is None:
+            return self._call_operator(*tokens, state, first)[:2]
+        for place, dimensions in self._one_shape:  # the family's operator takes some gates in more shapes
+            if gates[place].dim() != dimensions:
+                raise ValueError(f"the gate must have {dimensions} dimensions, got {gates[place].dim()}")
+        if callable(case):
+            return case(*tokens, state=state, first=first)
+        terms: dict[str, Any] = {term: gates[place] for term, place in self._places.items()}
+        return fast_weights(q, k, v, **terms, state=state, first=first, erases=self._erases)
 
     def reference(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> Results:
         """Return the result of a loop over the step, which is differentiable any number of times."""
@@ -242,6 +190,37 @@ def _check_form(name: str, step: Callable[..., Tensor], gates: Mapping[str, tupl
             raise ValueError(f"{name}: the name of a gate must be an unused identifier, got {gate!r}")
         if not shapes or not all(isinstance(shape, tuple) and {*shape} <= SIZES for shape in shapes):
             raise ValueError(f"{name}: the shapes of {gate} must be a tuple such as (ops.PER_TOKEN,), got {shapes!r}")
+
+
+def states_after(
+    rule: Rule,
+    ends: Sequence[int],
+    *arguments: Any,
+    first: Tensor | None = None,
+    backend: str = "auto",
+    **named: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out and the new state of a call of the rule, and the states after some tokens (B, H, n, Dk, Dv).
+
+    ends: n ascending numbers of tokens, in [1, L]; each costs one more call. The other arguments are the rule's. Raises
+    TypeError and ValueError for other numbers, and what the rule raises.
+    """
+    tokens, state = rule.bind(arguments, named)
+    rule.check(*tokens, state=state, first=first)
+    length = tokens[0].shape[2]
+    try:
+        places = [0, *map(index, ends), length]
+    except TypeError:
+        raise TypeError(f"{rule.name}: the ends must be a list of integers, got {ends!r}") from None
+    if places != sorted({*places[:-1]}) + [length]:
+        raise ValueError(f"{rule.name}: the ends must be ascending numbers in [1, {length}], got {places[1:-1]}")
+    outs, states = [], []
+    for piece in starmap(slice, pairwise(places)):
+        some, some_first = [x[:, :, piece] for x in tokens], None if first is None else first[:, piece]
+        out, state = rule.run(*some, state=state, first=some_first, backend=backend)
+        outs.append(out)
+        states.append(state)
+    return torch.cat(outs, 2), states[-1], torch.stack(states, 2)[:, :, :-1]
 
 
 def explain(rule: Rule, q: Tensor, v: Tensor) -> str:
@@ -278,16 +257,11 @@ def _free_name(name: str) -> str:
     return free
 
 
-def _operator_of(rule: Rule) -> Callable[..., Results]:
-    """Return the rule by the family's operator, or by one of its own: (q, k, v, *gates, state=, first=) -> results."""
-    case = rule.as_fast_weights
-    if case is None:
-        return make_operator(rule)
-    return case if callable(case) else case_of(case, rule.gates)
+def make_operator(rule: Rule) -> OpOverload:
+    """Define the rule as an operator ``fwp::<name>`` of PyTorch: (*tokens, state, first) -> out, the state, others.
 
-
-def make_operator(rule: Rule) -> Callable[..., Results]:
-    """Return the rule as an operator ``fwp::<name>`` of PyTorch, with its fake and its autograd."""
+    It has a fake, and its autograd.
+    """
     name, tensors = _free_name(rule.name), ", ".join(f"Tensor {tensor}" for tensor in rule.names)
     schema = f"({tensors}, Tensor? state, Tensor? first) -> (Tensor, Tensor, Tensor)"
 
@@ -328,8 +302,4 @@ def make_operator(rule: Rule) -> Callable[..., Results]:
 
     torch.library.register_autograd(op, differentiate, setup_context=setup_context)
     refuse_double_backward(op_backward)
-
-    def run_operator(*tokens: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
-        return op(*tokens, state, first)[:2]
-
-    return run_operator
+    return op

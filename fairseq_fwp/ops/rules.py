@@ -4,7 +4,7 @@ All are called as described in :mod:`fairseq_fwp.ops`. W is the memory (Dk, Dv),
 rule reads with out_t = q_t W_t. Decays are the share that is kept, usually in (0, 1), not logarithms.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .arguments import (
     PER_KEY,
     PER_TOKEN,
     PER_VALUE,
+    SHARED_KEY,
     Results,
     Shape,
     at_least_float32,
@@ -30,12 +31,15 @@ RULES: list[Rule] = []  # in the order of this page
 
 
 def rule(
-    as_fast_weights: Terms | Callable[..., Results] | None = None, **gates: tuple[Shape, ...]
+    as_fast_weights: Terms | Callable[..., Results] | None = None,
+    key: Shape = SHARED_KEY,
+    value: Shape = PER_VALUE,
+    **gates: tuple[Shape, ...],
 ) -> Callable[[Callable[..., Tensor]], Rule]:
     """Turn a step into the rule of its name. Arguments as of `Rule`."""
 
     def decorate(step: Callable[..., Tensor]) -> Rule:
-        RULES.append(Rule(step.__name__, step, gates, as_fast_weights))
+        RULES.append(Rule(step.__name__, step, gates, as_fast_weights, key, value))
         return RULES[-1]
 
     return decorate
@@ -154,26 +158,11 @@ def gated_delta_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: 
 
 PER_STEP: Shape = ("B", "H", "L", "N")
 KEYS: Shape = ("B", "Hk", "L", "N", "Dk")
-
-
-def _product_step(memory: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None = None) -> Tensor:
-    """Multiply the memory by decay, write N times as the delta rule does, then read with q."""
-    if decay is not None:
-        memory = decay.unsqueeze(-1) * memory
-    for k_n, v_n, beta_n in zip(k.unbind(2), v.unbind(2), beta.unsqueeze(-1).unbind(2), strict=True):
-        memory = memory + outer(k_n, beta_n * (v_n - retrieve(k_n, memory)))
-    return memory
+VALUES: Shape = ("B", "H", "L", "N", "Dv")
 
 
 def _product(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    decay: Tensor | None = None,
-    *,
-    state: Tensor | None,
-    first: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor, state: Tensor | None, first: Tensor | None
 ) -> Results:
     """Run the gated delta rule with N tokens for each token: memory fades at the first one, and the last one reads."""
     others = k.shape[3] - 1
@@ -181,11 +170,10 @@ def _product(
     if others < 0 or not q.shape[2:3] + k.shape[3:4] == k.shape[2:4] == v.shape[2:4] == beta.shape[2:]:
         shapes = f"{tuple(k.shape)}, {tuple(v.shape)} and {tuple(beta.shape)}"
         raise ValueError(
-            "delta_product_rule: k, v and beta must have shape (B, H, L, N, ...), with the L tokens of q and N of at "
-            f"least 1, got {shapes}"
+            f"k, v and beta must have shape (B, H, L, N, ...), with the L tokens of q and N of at least 1, got {shapes}"
         )
     if first is not None and first.dim() != 2:
-        raise ValueError(f"delta_product_rule: first must have shape (B, L), got {tuple(first.shape)}")
+        raise ValueError(f"first must have shape (B, L), got {tuple(first.shape)}")
     # (..., L, Dk) -> (..., L N, Dk), and (..., L) -> (..., L N)
     queries = pad(q.unsqueeze(3), (0, 0, others, 0)).flatten(2, 3)
     if decay is not None:
@@ -198,50 +186,46 @@ def _product(
     return out[:, :, others :: others + 1], memory
 
 
-def _product_rule(gates: Mapping[str, tuple[Shape, ...]]) -> Rule:
-    RULES.append(Rule("delta_product_rule", _product_step, gates, _product, KEYS, (*PER_STEP, "Dv")))
-    return RULES[-1]
+def _delta_product(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Tensor | None) -> Results:
+    return _product(q, k, v, None, beta, **options)
 
 
-PRODUCT = _product_rule({"beta": (PER_STEP,)})
-PRODUCT_WITH_DECAY = _product_rule({"beta": (PER_STEP,), "decay": (PER_TOKEN, PER_KEY)})
+@rule(beta=(PER_STEP,), as_fast_weights=_delta_product, key=KEYS, value=VALUES)
+def delta_product_rule(memory: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """Write N times as the delta rule does, then read with q.
 
+        W_0 = W_{t-1}        W_n = W_{n-1} + k_tn^T beta_tn (v_tn - k_tn W_{n-1}), n = 1 ... N        W_t = W_N
 
-def delta_product_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    *,
-    decay: Tensor | None = None,
-    first: Tensor | None = None,
-    backend: str = "auto",
-    states_after: Sequence[int] | None = None,
-) -> Any:
-    """Multiply the memory by decay, write N times as the delta rule does, then read with q.
-
-        W_0 = diag(a_t) W_{t-1}    W_n = W_{n-1} + k_tn^T beta_tn (v_tn - k_tn W_{n-1}), n = 1 ... N    W_t = W_N
-
-    Equivalent to: ``for t in range(L): state = decay[t][..., None] * state``;
-    ``for n in range(N): state += k[t, n].outer(beta[t, n] * (v[t, n] - k[t, n] @ state))``; ``out[t] = q[t] @ state``.
+    Equivalent to: ``for t in range(L): for n in range(N):``
+    ``state += k[t, n].outer(beta[t, n] * (v[t, n] - k[t, n] @ state))``; then ``out[t] = q[t] @ state``.
 
     Siems, Carstensen, Zela, Hutter, Pontil & Grazzi 2025, "DeltaProduct: Improving State-Tracking in Linear RNNs via
-    Householder Products" (arXiv 2502.10297), Eqs. 3-4; with a decay it is their Gated DeltaProduct.
+    Householder Products" (arXiv 2502.10297), Eqs. 3-4.
 
     Args:
         k: (B, H, L, N, Dk), v: (B, H, L, N, Dv), beta: (B, H, L, N), usually in (0, 1) or (0, 2).
-        decay: (B, H, L) or (B, H, L, Dk); None keeps all.
     """
-    how: dict[str, Any] = {"state": state, "first": first, "backend": backend, "states_after": states_after}
-    return PRODUCT(q, k, v, beta, **how) if decay is None else PRODUCT_WITH_DECAY(q, k, v, beta, decay, **how)
+    for k_n, v_n, beta_n in zip(k.unbind(2), v.unbind(2), beta.unsqueeze(-1).unbind(2), strict=True):
+        memory = memory + outer(k_n, beta_n * (v_n - retrieve(k_n, memory)))
+    return memory
+
+
+@rule(decay=(PER_TOKEN, PER_KEY), beta=(PER_STEP,), as_fast_weights=_product, key=KEYS, value=VALUES)
+def gated_delta_product_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Multiply the memory by decay, (B, H, L) or (B, H, L, Dk), then write as ``delta_product_rule``, and read with q.
+
+        W_0 = diag(a_t) W_{t-1}        W_n = W_{n-1} + k_tn^T beta_tn (v_tn - k_tn W_{n-1})        W_t = W_N
+
+    Equivalent to: ``state = decay[t][..., None] * state`` before the loop over n of ``delta_product_rule``.
+
+    Siems et al. 2025 (arXiv 2502.10297), Gated DeltaProduct.
+    """
+    return delta_product_rule.step(decay.unsqueeze(-1) * memory, k, v, beta)
 
 
 def _rwkv7(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal_rate: Tensor, **options: Any
 ) -> Results:
-    if decay.dim() != 4:  # the operator takes a decay per head too
-        raise ValueError(f"rwkv7_rule: decay must have shape (B, H, L, Dk), got {tuple(decay.shape)}")
     _expect_factors(q, (removal_key, removal_key.shape), (removal_rate, removal_key.shape))
     key = at_least_float32(removal_key)
     return fast_weights(q, k, v, decay=decay, removal_key=key, removal=removal_rate * key, **options)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .arguments import expect_shape
-from .rule import check_backend
+from .kernels.backend import check_backend
 
 FIRST, PADDING = 1, 2  # the bits of a mark: Mark of cuda_ext/rule.h
 

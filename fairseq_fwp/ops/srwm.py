@@ -13,8 +13,7 @@ from torch import Tensor
 from .arguments import expect_shape, outer, retrieve, state_dtype
 from .fast_weights import KEPT_EVERY
 from .kernels.backend import kernel_ready
-from .operator import Context, define, needs_gradient, refuse_double_backward
-from .rule import is_transformed
+from .operator import Context, define, is_transformed, needs_gradient, refuse_double_backward
 from .sequential import FIRST, PADDING, check_inputs, marks_of, without_padding
 
 

@@ -17,7 +17,7 @@ from fairseq_fwp.ops.rules import RULES
 FORWARD, TRAINING, STEP = "forward", "forward + backward", "decoding step"
 # Forms that take as long as another one, by the decay's shape: dplr has rwkv7's kernel.
 LEFT_OUT = {("dplr", PER_TOKEN), ("dplr", PER_KEY), ("gdn2", PER_TOKEN)}
-LEFT_OUT |= {("delta_product", PER_TOKEN), ("delta_product", PER_KEY)}
+LEFT_OUT |= {("gated_delta_product", PER_TOKEN), ("gated_delta_product", PER_KEY)}
 
 
 def tensor_of(argument, shape):

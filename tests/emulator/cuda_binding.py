@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from fairseq_fwp.kernel_checks import RecurrentDeltaCheck
 from fairseq_fwp.ops.kernels import library, self_check
 from fairseq_fwp.ops.kernels.build import _flags
-from fairseq_fwp.ops.recurrent_delta import CHECK
 
 LIMITS = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SHAPE = (2, 2, 70, 16, 20)  # with chunks on tensor cores, and kept states
@@ -123,7 +123,7 @@ def check_all(every: bool) -> None:
 def check_recurrent_delta() -> None:
     """Check the rule that sees its last output, and that what a kernel would read wrongly is refused."""
     prepare()
-    assert self_check._check(CHECK, torch.device("cpu")) == ""
+    assert self_check.find_fault(RecurrentDeltaCheck(), torch.device("cpu")) == ""
     x, memory, output = torch.zeros(2, 3, 4, 196), torch.zeros(2, 4, 65, 65), torch.zeros(2, 4, 65)
     for changed, message in (
         ({}, "recurrent_delta takes heads of up to 64 numbers, got 65"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fairseq_fwp.ops.fast_weights import Inputs, reference_of
 
-CASES = [name for name, rule in RULES.items() if rule.kernel and not name.startswith("delta_product")]
+CASES = [name for name, rule in RULES.items() if rule.kernel and "delta_product" not in name]
 # A rule for each form of the kernels: gated writes as gla does, and the others are removals, as dplr_by_key is.
 ONE_OF_A_FORM = ("sum", "delta", "gla", "gla_by_key", "gated_delta", "gated_delta_by_key", "decay", "dplr_by_key")
 

@@ -36,6 +36,8 @@ from support.subjects import (
 )
 from torch.autograd import forward_ad
 
+from fairseq_fwp import ops
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Sizes below, at and beyond one vector and one block of columns. Lengths that leave every remainder modulo four.
 # Lengths that fill a start of the quadratic form (64 tokens for 256 by 64, 32 for 130 by 33), and beyond it.
@@ -309,7 +311,7 @@ def test_states_after_some_tokens_are_those_of_the_shorter_sequences(rule, backe
         return torch.stack(states, 2), function(**given, first=first)[0]
 
     def asked(**given):
-        out, state, states = function(**given, first=first, states_after=lengths)
+        out, state, states = ops.states_after(RULES[rule].function, lengths, **given, first=first, **function.keywords)
         assert torch.equal(state, states[:, :, -1])
         return states, out
 

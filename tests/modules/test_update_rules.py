@@ -100,7 +100,7 @@ REFUSED = [
     (UpdateRule(LEAKY, (Gate("kept"),)), "gates must be those of leaky_rule, in their order: keep, got kept"),
     (UpdateRule(ops.delta_rule), "gates must be those of delta_rule, in their order: beta, got none"),
     (UpdateRule("leaky"), "operation must be an ops.Rule, got 'leaky'"),
-    (UpdateRule(ops.delta_product_rule, (Gate("beta"),)), "operation must be an ops.Rule, got <function delta_product"),
+    (UpdateRule(ops.mlstm_rule, (Gate("beta"),)), "operation must be an ops.Rule, got <function mlstm_rule"),
     (UpdateRule(LEAKY, (Gate("keep"),), True), "normalizer must be a Normalizer or None, got True"),
 ]
 

@@ -68,24 +68,21 @@ def test_one_fault_of_all_arguments(rule):
 
 @looped("backend", ["auto", "reference"])
 def test_a_sentence_has_the_names_of_sizes_and_each_form(backend):
-    inputs = sample_inputs("delta_product_with_decay", SHAPE, torch.float32)
+    inputs = sample_inputs("gated_delta_product", SHAPE, torch.float32)
     for name, wrong, said in (
         ("q", KEY[0], "q must have shape (B, Hk, L, Dk), got (3, 4, 5)"),
         ("k", torch.zeros(2, 3, 4, 3, 5), "k must have shape (B, Hk, L, N, Dk) = (2, 3, 4, 2, 5), got (2, 3, 4, 3, 5)"),
         ("decay", KEY[0, 0], "decay must have shape (B, H, L) = (2, 3, 4) or (B, H, L, Dk) = (2, 3, 4, 5), got (4, 5)"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
-            ops.delta_product_rule(**inputs | {name: wrong}, backend=backend)
+            ops.gated_delta_product_rule(**inputs | {name: wrong}, backend=backend)
 
 
 def test_the_list_of_arguments():
     """The error says which may be left out, and counts those without a name, which `first` is not one of."""
     q, k, v, decay = (torch.ones(2, 3, 4, 5) for _ in range(4))
     state, first = torch.zeros(2, 3, 5, 5), torch.zeros(2, 4, dtype=torch.bool)
-    names = (
-        "gla_rule must be q, k, v, decay and, if wanted, state, by position or by name, and first, backend and "
-        "states_after only"
-    )
+    names = "gla_rule must be q, k, v, decay and, if wanted, state, by position or by name, and first and backend only"
     for given, named, got in (
         ((q, k, v, decay, state, first), {}, "6 by position"),
         ((q, k), {"v": v, "gate": decay}, "2 by position and v, gate by name"),

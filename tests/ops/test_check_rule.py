@@ -121,9 +121,10 @@ def test_an_argument_is_given_once_and_a_rule_is_a_rule():
 
 
 def test_a_rule_looks_like_a_function_and_is_pickled_as_one():
-    arguments = "(q, k, v, beta, state=None, *, first=None, backend='auto', states_after=None)"
+    arguments = "(q, k, v, beta, state=None, *, first=None, backend='auto')"
     assert repr(ops.delta_rule) == f"delta_rule{inspect.signature(ops.delta_rule)}" == f"delta_rule{arguments}"
     assert repr(ops.delta_rule) in pydoc.render_doc(ops.delta_rule) and "Widrow" in pydoc.render_doc(ops.delta_rule)
     assert ops.delta_rule.__name__ == ops.delta_rule.__qualname__ == "delta_rule"
     assert inspect.getsource(ops.delta_rule) == inspect.getsource(ops.delta_rule.step)
-    assert pickle.loads(pickle.dumps(ops.delta_rule)) is copy.deepcopy(ops.delta_rule) is ops.delta_rule
+    for rule in (ops.delta_rule, ops.delta_product_rule, ops.gated_delta_product_rule):
+        assert pickle.loads(pickle.dumps(rule)) is copy.deepcopy(rule) is rule

@@ -83,4 +83,4 @@ def test_a_gpu_and_a_transform(monkeypatch):
     assert "no derivative in torch.func: use backend='reference'" in found
     assert found.endswith("not fla: it runs only with backend='fla'")
     with pytest.raises(TypeError, match=r"^the rule must be an ops\.Rule, got function$"):
-        ops.explain(ops.delta_product_rule, q, q)
+        ops.explain(ops.mlstm_rule, q, q)

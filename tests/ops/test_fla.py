@@ -106,7 +106,7 @@ def test_what_fla_does_not_take_is_refused(on_the_cpu, monkeypatch):
     refuses("delta", "q must be bfloat16 or float16, got torch.float64", torch.float64)
     refuses("gated_delta", "decay must be above 0, got 0;", decay=0 * gate)
     refuses("gla", "decay must be above 0, got nan", decay=float("nan") * gate)
-    refuses("delta_product_with_decay", "decay must have shape (B, H, L)", decay=torch.ones(3, 2, 9, 4))
+    refuses("gated_delta_product", "decay must have shape (B, H, L)", decay=torch.ones(3, 2, 9, 4))
     refuses("sum", "there must be tokens", q=none, k=none, v=none)
     refuses("sum", "keys of at most 256", q=wide, k=wide, v=wide)
     refuses("sum", "sum_rule: v must have", v=wide)

@@ -52,7 +52,7 @@ def kimi_delta_attention(s, k, v, alpha, beta):
     return (np.eye(len(k)) - beta * np.outer(k, k)) @ np.diag(alpha) @ s + beta * np.outer(k, v)
 
 
-def delta_product_rule(h, k, v, beta, decay=1):
+def gated_delta_product_rule(h, k, v, decay, beta):
     """Siems et al. 2025, Eqs. 3-4: H = A H + B with A the product of the steps' I - beta k k^T, and B their writes."""
     a, b = np.eye(k.shape[1]), np.zeros_like(h)
     for k_n, v_n, beta_n in zip(k, v, beta, strict=True):
@@ -86,9 +86,9 @@ FORMULAS = {
     "delta": delta_rule,
     "gated_delta": gated_delta_rule,
     "gated_delta_by_key": kimi_delta_attention,
-    "delta_product": delta_product_rule,
-    "delta_product_with_decay": delta_product_rule,
-    "delta_product_with_decay_by_key": delta_product_rule,
+    "delta_product": lambda h, k, v, beta: gated_delta_product_rule(h, k, v, 1, beta),
+    "gated_delta_product": gated_delta_product_rule,
+    "gated_delta_product_by_key": gated_delta_product_rule,
     "rwkv7": rwkv7_rule,
     "dplr": dplr_rule,
     "dplr_by_key": dplr_rule,

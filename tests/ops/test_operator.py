@@ -131,10 +131,13 @@ def test_delta_product_of_other_numbers_of_steps(steps, decay):
     k, v = torch.rand(2, 3, 20, steps, 6).double() / 3, torch.randn(2, 3, 20, steps, 5).double()
     inputs = {"q": torch.randn(2, 3, 20, 6).double(), "k": k, "v": v, "beta": torch.rand(2, 3, 20, steps).double()}
     inputs["state"] = torch.randn(2, 3, 6, 5).double()
-    inputs |= {} if decay is None else {"decay": torch.rand(2, 3, 20, *decay).double()}
+    function, inputs = ops.delta_product_rule, inputs
+    if decay is not None:
+        function = ops.gated_delta_product_rule
+        inputs = {"q": inputs.pop("q"), "k": k, "v": v, "decay": torch.rand(2, 3, 20, *decay).double()} | inputs
     gradients = torch.randn(2, 3, 20, 5).double(), torch.randn(2, 3, 6, 5).double()
-    expected = results(partial(ops.delta_product_rule, backend="reference"), inputs, gradients)
-    assert_results(results(kernel_or_auto("delta_product"), inputs, gradients), expected, **ROUNDED)
+    expected = results(partial(function, backend="reference"), inputs, gradients)
+    assert_results(results(partial(function, backend="kernel"), inputs, gradients), expected, **ROUNDED)
 
 
 # Autograd.

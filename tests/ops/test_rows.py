@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.operator_fixtures import on_one_and_three_threads
 from support.pairwise import looped
 
-from fairseq_fwp.ops import rows, rule
+from fairseq_fwp.ops import operator, rows
 from fairseq_fwp.ops.kernels import KernelStatus
 
 SHAPES = [(7, 5), (1, 1), (3, 2, 64), (2, 3, 2, 37), (70, 33), (1, 130, 1, 16)]
@@ -19,7 +19,7 @@ OPENINGS = {"none": None, "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torc
 def backend(request, monkeypatch):
     """With kernels, whose functions must be called, or as if there were no compiler."""
     if request.param == "PyTorch":
-        monkeypatch.setattr(rule, "load_kernels", lambda device: KernelStatus(False))
+        monkeypatch.setattr(operator, "load_kernels", lambda device: KernelStatus(False))
     else:
         for name in ("_define_gated_silu", "_define_normalized"):
             monkeypatch.setattr(rows, name, None)

@@ -14,10 +14,9 @@ from support.pairwise import looped
 from support.subjects import sample_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fairseq_fwp import ops
+from fairseq_fwp import kernel_checks, ops
 from fairseq_fwp.ops.kernels import load_kernels, self_check
 from fairseq_fwp.ops.kernels.library import locked
-from fairseq_fwp.ops.rules import RULES
 
 CPU = torch.device("cpu")
 DELTA = ops.delta_rule
@@ -32,8 +31,8 @@ def library(tmp_path, monkeypatch):
     path = tmp_path / "kernels.so"
     path.write_bytes(b"code")
     monkeypatch.setattr(self_check, "CHECKED", ("cpu",))
-    monkeypatch.setattr(self_check, "SIZES", ({"B": 1, "H": 2, "Hk": 1, "L": 35, "N": 2, "Dk": 4, "Dv": 5},))
-    monkeypatch.setattr(self_check, "WITH_SEGMENTS", ())
+    monkeypatch.setattr(kernel_checks, "SIZES", ({"B": 1, "H": 2, "Hk": 1, "L": 35, "N": 2, "Dk": 4, "Dv": 5},))
+    monkeypatch.setattr(kernel_checks, "WITH_SEGMENTS", ())
     monkeypatch.setattr(self_check, "load_kernels", lambda device: ops.KernelStatus(True, str(path)))
     monkeypatch.setattr(self_check, "_check_apart", check_here)
     forget(monkeypatch)
@@ -42,7 +41,7 @@ def library(tmp_path, monkeypatch):
 
 def check_here(device):
     """Check all rules in this process, whose kernels a test can make wrong."""
-    found = {rule.name: self_check._check(rule, torch.device(device)) for rule in RULES if rule.has_kernel}
+    found = {each.name: self_check.find_fault(each, torch.device(device)) for each in kernel_checks.RULE_CHECKS}
     return {name: reason for name, reason in found.items() if reason}
 
 
@@ -55,8 +54,8 @@ def forget(monkeypatch):
 @pytest.fixture
 def wrong(monkeypatch):
     """Make only the gradient of the delta rule's kernel wrong."""
-    right = DELTA.operator
-    monkeypatch.setattr(DELTA, "operator", lambda q, *rest, **named: right(q + (q - q.detach()), *rest, **named))
+    right = DELTA.run_operator
+    monkeypatch.setattr(DELTA, "run_operator", lambda q, *rest, **named: right(q + (q - q.detach()), *rest, **named))
 
 
 def call(rule=ops.delta_rule, **options):
@@ -64,37 +63,37 @@ def call(rule=ops.delta_rule, **options):
 
 
 def test_kernels_are_right(monkeypatch):
-    only = "from fairseq_fwp.ops.kernels import self_check\nself_check.WITH_SEGMENTS = ()"  # a CPU has no segments
+    only = "from fairseq_fwp import kernel_checks\nkernel_checks.WITH_SEGMENTS = ()\n"  # a CPU has no segments
     monkeypatch.setattr(self_check, "CHILD", only + self_check.CHILD)
     assert self_check._check_apart("cpu") == {}
 
 
 def test_rules_with_segments_are_checked_with_long_sequences(wrong, monkeypatch):
-    assert set(self_check.WITH_SEGMENTS) <= {rule.name for rule in RULES}
-    monkeypatch.setattr(self_check, "SIZES", ())
-    monkeypatch.setattr(self_check, "LONG", ({"B": 1, "H": 1, "Hk": 1, "L": 35, "N": 2, "Dk": 4, "Dv": 5},))
-    assert "gradient of q in bfloat16" in self_check._check(DELTA, CPU)
+    assert set(kernel_checks.WITH_SEGMENTS) <= {each.name for each in kernel_checks.RULE_CHECKS}
+    monkeypatch.setattr(kernel_checks, "SIZES", ())
+    monkeypatch.setattr(kernel_checks, "LONG", ({"B": 1, "H": 1, "Hk": 1, "L": 35, "N": 2, "Dk": 4, "Dv": 5},))
+    assert "gradient of q in bfloat16" in self_check.find_fault(kernel_checks.RuleCheck(DELTA), CPU)
 
 
 PREPARED = f"""{PREAMBLE}
 import os, signal
+from fairseq_fwp import kernel_checks
 from fairseq_fwp.ops.kernels import load_kernels, self_check
-from fairseq_fwp.ops.rules import RULES
-self_check.SIZES = (dict(B=1, H=1, Hk=1, L=35, N=2, Dk=4, Dv=5),)
-self_check.WITH_SEGMENTS = ()
+kernel_checks.SIZES = (dict(B=1, H=1, Hk=1, L=35, N=2, Dk=4, Dv=5),)
+kernel_checks.WITH_SEGMENTS = ()
 """
-SMALL = f"{PREPARED}self_check.check_in_child(RULES)"
+SMALL = f"{PREPARED}self_check.check_in_child(kernel_checks.RULE_CHECKS)"
 BROKEN = f"""{PREPARED}
 ended = []
-def _check(rule, device):
-    if rule.name == "gla_rule" or ended:
-        ended.append(rule)
+def find_fault(check, device):
+    if check.name == "gla_rule" or ended:
+        ended.append(check)
         raise RuntimeError("an illegal memory access\\nand more")
-    if rule.name == "decay_rule":
+    if check.name == "decay_rule":
         os.kill(os.getpid(), signal.SIGABRT)
-    return "off" if rule.name == "rwkv7_rule" else ""
-self_check._check = _check
-self_check.check_in_child(RULES)
+    return "off" if check.name == "rwkv7_rule" else ""
+self_check.find_fault = find_fault
+self_check.check_in_child(kernel_checks.RULE_CHECKS)
 """
 
 
@@ -204,10 +203,10 @@ MISTAKES = [
 
 @looped("change, reason", MISTAKES)
 def test_what_is_wrong_is_found(change, reason):
-    right = DELTA.operator
+    right = DELTA.run_operator
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DELTA, "operator", lambda *x, **named: change(*right(*x, **named)))
-        assert reason in self_check._check(DELTA, CPU)
+        patch.setattr(DELTA, "run_operator", lambda *x, **named: change(*right(*x, **named)))
+        assert reason in self_check.find_fault(kernel_checks.RuleCheck(DELTA), CPU)
 
 
 def test_a_rule_that_fails_runs_as_the_reference(library, wrong):
@@ -233,7 +232,7 @@ def test_what_was_found_is_remembered_for_one_library(library, wrong, monkeypatc
         forget(monkeypatch)
         library.write_bytes(content)
         assert self_check.find_faults("cpu") == {}
-    monkeypatch.setattr(self_check, "WITH_SEGMENTS", ())
+    monkeypatch.setattr(kernel_checks, "WITH_SEGMENTS", ())
     monkeypatch.setattr(self_check, "load_kernels", lambda device: 1 / 0)
     assert self_check.find_faults("cpu") == {}  # remembered in this process, without reading the file
     left = {path.name for path in library.parent.iterdir()}

@@ -38,7 +38,6 @@ def every_form() -> dict[str, Rule]:
     forms: dict[str, Rule] = {}
     for rule in rules.RULES:
         name, function = rule.name.removesuffix("_rule"), getattr(ops, rule.name)
-        name += "_with_decay" if name in forms else ""  # the same function without its optional gate
         for shapes in itertools.product(*rule.gates.values()):
             gates = dict(zip(rule.gates, shapes, strict=True))
             by_key = "_by_key" if len(rule.gates.get("decay", ())) > 1 and gates["decay"] == PER_KEY else ""
@@ -53,7 +52,7 @@ WITH_KERNEL = [name for name, rule in RULES.items() if rule.kernel]
 IN_FLA = [
     name
     for name, rule in RULES.items()
-    if rule.function.__name__ in FORMS and name != "delta_product_with_decay_by_key"  # which fla lacks
+    if rule.function.__name__ in FORMS and name != "gated_delta_product_by_key"  # which fla lacks
 ]
 
 

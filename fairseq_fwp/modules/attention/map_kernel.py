@@ -1,6 +1,6 @@
 """Map, normalisation and gates of a fast weight layer by one CUDA kernel, in place of the layer's own steps.
 
-The definition is `FastWeightAttention.compute`; `map_check` compares the two. Shapes: B batch, L tokens, H
+The definition is `FastWeightAttention.compute`; `kernel_checks` compares the two. Shapes: B batch, L tokens, H
 heads of values, Dk features of a key, Dv size of a value, N keys and values a token.
 """
 

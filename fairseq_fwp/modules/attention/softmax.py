@@ -17,7 +17,7 @@ from fairseq_fwp.modules.attention.base import Alignment, Attention, head_size, 
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check
-from fairseq_fwp.ops.rule import is_transformed
+from fairseq_fwp.ops.operator import is_transformed
 
 Scaling: TypeAlias = tuple[float, float, float, float]
 

@@ -6,9 +6,16 @@ from torch import Tensor
 
 from .library import load_kernels
 
+BACKENDS = ("auto", "kernel", "fla", "reference")
 # Greatest size of a key or a value, if kernels have a limit: kGreatestSize of cuda_ext/cuda/launchers.h.
 GREATEST_SIZE = {"cuda": 512}
 _warned: set[str] = set()
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError for a name of no backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
 def warn_of_size(q: Tensor, v: Tensor, required: bool, greatest_sizes: dict[str, int] | None = None) -> bool:

@@ -11,7 +11,6 @@ kernel may never end.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import selectors
@@ -23,7 +22,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,28 +33,26 @@ from .library import load_kernels, locked
 
 # Not the CPU: tests cover it with common compilers, and a check costs a second for each new library.
 CHECKED = ("cuda",)
-# Lengths with several chunks on tensor cores, kept states and a partial chunk at the end. Sizes for copies of single
-# numbers and of 16 bytes, in kernels for narrow, ordinary and wide keys.
-SIZES = (
-    {"B": 2, "H": 2, "Hk": 1, "L": 70, "N": 2, "Dk": 20, "Dv": 24},
-    {"B": 1, "H": 2, "Hk": 1, "L": 66, "N": 2, "Dk": 64, "Dv": 64},
-    {"B": 1, "H": 1, "Hk": 1, "L": 67, "N": 2, "Dk": 100, "Dv": 16},
-)
-# Few and long enough for segments that run at once, in bfloat16. Wide values are spread over several blocks.
-LONG = (
-    {"B": 1, "H": 1, "Hk": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 16},
-    {"B": 1, "H": 1, "Hk": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 160},
-)
-WITH_SEGMENTS = ("sum_rule", "delta_rule", "gated_rule", "gla_rule", "gated_delta_rule", "dplr_rule")
 # Greatest distance from the reference, relative to its norm; the tests' bounds are at most a sixth of it.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # For the check of one rule, and for the imports before the first.
 SECONDS = 100.0
+Named = dict[str, Tensor]
+Compared = tuple[Named, Named, torch.dtype]  # results of a kernel, those of its reference in float64, and the dtype
 Faults = dict[str, str]  # rule: the fault of its kernel
 Line = tuple[str, str | None]  # of a child: a rule, and what was found; None: its check begins
 _faults: dict[str, Faults] = {}
 _warned: set[str] = set()
 _checking = threading.Lock()
+
+
+class KernelCheck(Protocol):
+    """A comparison of a kernel with its reference. The kernel has the name of its rule or operator."""
+
+    @property
+    def name(self) -> str: ...
+
+    def compare(self, device: torch.device) -> Iterator[Compared]: ...
 
 
 def warn_of_fault(
@@ -124,14 +121,8 @@ def _digest(library: Path) -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
-# A child is another program: its result is for all, so it also checks a kernel that lies above this room.
-CHILD = """
-from fairseq_fwp.ops.kernels.self_check import check_in_child
-from fairseq_fwp.modules.attention.map_check import MAPS
-from fairseq_fwp.ops.recurrent_delta import CHECK
-from fairseq_fwp.ops.rules import RULES
-check_in_child([*RULES, MAPS, CHECK])
-"""
+# The program that checks every kernel. It lies above this room, because it knows what calls them.
+CHILD = "from fairseq_fwp import kernel_checks; kernel_checks.main()"
 ALL = "all"  # a child's line after the last rule
 MARK = b"\x1efairseq_fwp self-check\x1e"  # before a child's own lines: PyTorch and others print what they like
 
@@ -212,19 +203,19 @@ def _lines_of(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
             yield from map(bytes, lines)
 
 
-def check_in_child(rules: Sequence[Any]) -> None:
-    """Check rules from a number on, and print each result."""
+def check_in_child(checks: Sequence[KernelCheck]) -> None:
+    """Run the checks from a number on, and print each result."""
     _, device, begun = sys.argv
     _faults[device] = {}  # what is checked here is used
     torch.zeros(1, device=device)  # without this, the first rule would be blamed for a device that does not work
-    for rule in [rule for rule in rules if rule.has_kernel][int(begun) :]:
-        _print(rule.name, None)
+    for check in checks[int(begun) :]:
+        _print(check.name, None)
         try:
-            _print(rule.name, _check(rule, torch.device(device)))
+            _print(check.name, find_fault(check, torch.device(device)))
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:  # after which a GPU may not work
-            _print(rule.name, str(error).partition("\n")[0])
+            _print(check.name, str(error).partition("\n")[0])
             return
     _print(ALL, "")
 
@@ -233,57 +224,11 @@ def _print(name: str, reason: str | None) -> None:
     os.write(1, MARK + json.dumps([name, reason]).encode() + b"\n")  # at once, whatever sys.stdout is
 
 
-def _check(rule: Any, device: torch.device) -> str:
-    """Return where the kernel of a rule differs from the reference, or an empty string."""
-    compared = rule.compare(device, tuple(LIMITS)) if hasattr(rule, "compare") else _compare(rule, device)
-    for results, truth, dtype in compared:
+def find_fault(check: KernelCheck, device: torch.device) -> str:
+    """Return where a kernel differs from its reference, or an empty string."""
+    for results, truth, dtype in check.compare(device):
         for name, x in results.items():
             distance = float((x - truth[name]).norm() / truth[name].norm())
             if not distance <= LIMITS[dtype]:
                 return f"{name} in {str(dtype).removeprefix('torch.')} is off by {distance:.1e}"
     return ""
-
-
-def _compare(rule: Any, device: torch.device) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor], torch.dtype]]:
-    """Yield results of the kernel, those of the reference, and the dtype."""
-    all_sizes = (*SIZES, *LONG) if rule.name in WITH_SEGMENTS else SIZES
-    for sizes, gates in itertools.product(all_sizes, itertools.product(*rule.gates.values())):
-        token, state = ("B", "H", "L"), ("B", "H", "Dk", "Dv")
-        shapes = {
-            "q": ("B", "Hk", "L", "Dk"),
-            "k": rule.key,
-            "v": rule.value,
-            **dict(zip(rule.gates, gates, strict=True)),
-        }
-        shapes |= {"state": state, "d_out": (*token, "Dv"), "d_state": state}
-        inputs = sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
-        documents = (torch.arange(sizes["L"]) == 33).expand(sizes["B"], -1)
-        usual = ((None, tuple(LIMITS)), (documents, (torch.float32, torch.bfloat16)))
-        for first, dtypes in ((None, (torch.bfloat16,)),) if sizes in LONG else usual:
-            truth = results(rule.reference, inputs, torch.float64, torch.device("cpu"), first)
-            for dtype in dtypes:
-                yield results(rule.operator, inputs, dtype, device, first), truth, dtype
-
-
-def sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor]:
-    """Return arguments and gradients in float64 that are exact in bfloat16: keys of sum one, gates from 1/2 to 1."""
-    generator, tensors = torch.Generator().manual_seed(0), {}
-    for name, shape in shapes.items():
-        normal = name in ("q", "v", "state", "d_out", "d_state")
-        x = (torch.randn if normal else torch.rand)(shape, generator=generator)
-        x = x if normal else x / sum_of_key if name in ("k", "removal_key", "removal") else 1 - x / 2
-        tensors[name] = x.bfloat16().double()
-    return tensors
-
-
-def results(compute: Any, inputs: dict[str, Tensor], dtype: torch.dtype, device: torch.device, first: Any) -> Any:
-    """Return out, the new state and all gradients by name, in float64 on the CPU."""
-    of_state = torch.promote_types(dtype, torch.float32)
-    moved = {name: x.to(device, of_state if "state" in name else dtype) for name, x in inputs.items()}
-    gradients = moved.pop("d_out"), moved.pop("d_state")
-    leaves = {name: x.detach().requires_grad_() for name, x in moved.items()}
-    *tokens, state = leaves.values()
-    outputs = compute(*tokens, state=state, first=None if first is None else first.to(device))
-    results = (*outputs, *torch.autograd.grad(outputs, list(leaves.values()), gradients))
-    names = ("out", "the new state", *(f"the gradient of {name}" for name in leaves))
-    return {name: x.detach().double().cpu() for name, x in zip(names, results, strict=True)}
