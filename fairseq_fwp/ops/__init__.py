@@ -1,7 +1,7 @@
 """Update rules of fast weight programmers as pure functions of tensors: state in, state out, no parameters.
 
 ``rules.py`` defines each by its equation, its step, and its form as a case of one operator, ``fast_weights``, which has
-kernels (cuda_ext/, built at first use). All rules have the same call:
+kernels (cuda_ext/, built at first use). All of them have the same call, and ``mlstm_rule`` nearly so:
 
     out, state = <name>_rule(q, k, v, <gates>, state=None, *, first=None, backend="auto")
 

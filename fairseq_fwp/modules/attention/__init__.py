@@ -1,6 +1,7 @@
 """Attentions: each is an nn.Module, built from plain arguments, and a causal one is a `base.Attention`.
 
-A new one is a file here, and a line of `models.attentions.ATTENTIONS`, the table of those that models have.
+A new one is a file here, and a line of `models.attentions.ATTENTIONS`, the table of those that models have; what else
+names it is in CONTRIBUTING.md.
 """
 
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn

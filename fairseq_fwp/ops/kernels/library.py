@@ -109,7 +109,8 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 def _build(folder: Path, device_type: str) -> None:
-    logger.info("building the %s kernels in %s, once: this takes a minute or two", device_type, folder)
+    minutes = {"cpu": "a minute or two", "cuda": "5 to 10 minutes"}[device_type]
+    logger.info("building the %s kernels in %s, once: this takes %s", device_type, folder, minutes)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as workspace:
         library = compile_library(device_type, Path(workspace))
