@@ -491,6 +491,13 @@ def test_what_cannot_be_is_refused(attention, options, sentence):
         attention(**given | options)
 
 
+@looped("kind", [("softmax",), ("local",), ("relative",), ("hybrid",)])
+def test_documents_are_refused_where_they_would_be_mixed(kind):
+    layer = build(kind)
+    with pytest.raises(ValueError, match=f"`first` must be None for {type(layer).__name__}, which reads one document"):
+        layer(random(1, 4, DIM), first=torch.tensor([[False, False, True, False]]))
+
+
 def test_an_input_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"x must have shape \(B, L, D\), got \(7, 12\)"):
         build(FAST_WEIGHTS[0])(random(7, DIM))

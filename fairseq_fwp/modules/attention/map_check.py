@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fwp.modules.attention import map_kernel
-from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
-from fairseq_fwp.modules.attention.map_kernel import Mapped
+from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, Mapped
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.ops import projection
@@ -50,7 +48,7 @@ class MapCheck:
             truth = _results(FastWeightAttention.compute, layer, x)
             for dtype in dtypes:
                 layer.to(device, dtype)
-                yield _results(map_kernel.compute, layer, x.to(device, dtype)), truth, dtype
+                yield _results(FastWeightAttention.compute_by_kernel, layer, x.to(device, dtype)), truth, dtype
 
 
 def _results(compute: Callable[[FastWeightAttention, Tensor], Mapped], layer: FastWeightAttention, x: Tensor) -> Named:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Alignment, Attention, head_size, join_padding, visible_keys
+from fairseq_fwp.modules.attention.base import Alignment, Attention, Marks, head_size, join_padding, visible_keys
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check
@@ -189,20 +189,9 @@ class SoftmaxAttention(Attention[KeyValueCache]):
         self.query_norm, self.key_norm = (layer_norm(size, True, norm_epsilon) if qk_norm else None for _ in range(2))
         self.out_proj = nn.Linear(heads * size, embed_dim, bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: KeyValueCache | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, KeyValueCache]:
-        """Return y (B, L, D) for x (B, L, D), and the cache of all tokens, or of the last window - 1.
-
-        key_padding_mask (B, L): True at tokens that other tokens do not attend to and windows do not count.
-        """
-        self.refuse_documents(first)
-        y, cache = self.memory.read(*self.project(x), state, key_padding_mask, self.dropout if self.training else 0.0)
+    def read(self, x: Tensor, state: KeyValueCache | None, marks: Marks) -> tuple[Tensor, KeyValueCache]:
+        """Return y (B, L, D) for x (B, L, D), and the cache of all tokens, or of the last window - 1."""
+        y, cache = self.memory.read(*self.project(x), state, marks.padding, self.dropout if self.training else 0.0)
         return self.out_proj(self.merge_heads(y)), cache
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
