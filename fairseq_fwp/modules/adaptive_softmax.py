@@ -267,8 +267,8 @@ class AdaptiveSoftmax(nn.Module):
         with faster_linear(flat.shape[0], flat.device):
             logits = at_least_float32(F.linear(self._project(index, flat, weight.dtype), weight, bias))
         if self.shift_entries:
-            first = flat.shape[1] - self.shift_entries
-            logits = logits + flat[:, first + self.bounds[index] : first + self.bounds[index + 1]]
+            shifts = flat[:, flat.shape[1] - self.shift_entries :]
+            logits = logits + shifts[:, self.bounds[index] : self.bounds[index + 1]]
         return logits
 
     def _masked(self, bias: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from support.small_models import (
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, SoftmaxAttention
+from fairseq_fwp.modules.attention.base import Marks
 from fairseq_fwp.modules.positions import VaswaniPositions, sinusoids
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.patches.options import plain
@@ -249,7 +250,7 @@ def test_a_hybrid_is_put_together_of_layers_of_two_models(shared, rule):
     hybrid(tokens)
     x = calls[0][0]
     for source, (_given, out) in zip(sources, calls, strict=True):
-        x, _state = source(x, None, tokens.eq(hybrid.decoder.padding_idx))
+        x, _state = source(x, None, Marks(tokens.eq(hybrid.decoder.padding_idx)))
         assert torch.equal(x, out)
 
 

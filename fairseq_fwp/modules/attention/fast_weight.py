@@ -22,7 +22,7 @@ from fairseq_fwp.modules.attention.normalization import (
     fit_normalizations,
 )
 from fairseq_fwp.modules.attention.read_out import ReadOut
-from fairseq_fwp.modules.feature_maps import Favor, FeatureMap, kernel_form
+from fairseq_fwp.modules.feature_maps import Favor, FeatureMap, kernel_name
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.update_rules import UpdateRule, find_rule
 from fairseq_fwp.ops.arguments import at_least_float32
@@ -271,8 +271,8 @@ class FastWeightAttention(Attention[FastWeightState]):
 
     def _find_layout(self) -> Layout | None:
         """Return what the kernel needs to know of this layer; None if it cannot compute its steps."""
-        form, norms = kernel_form(self.feature_map), [norm.form for norm in self.key_normalizations]
-        if form is None or len(norms) > 1 or self.memory.backend not in ("auto", "kernel"):
+        name, norms = kernel_name(self.feature_map), [norm.form for norm in self.key_normalizations]
+        if name is None or len(norms) > 1 or self.memory.backend not in ("auto", "kernel"):
             return None
         values = self.rule.steps, self.value_heads, self.head_dim
         # The kernel follows a convolution, without the gates.
@@ -280,8 +280,8 @@ class FastWeightAttention(Attention[FastWeightState]):
         parts = plain if self.convolution is None else [Part(*values, "silu")]
         dims = self.num_heads, self.rule.steps, self.key_dim, self.feature_map.feature_dim
         norm = norms[0] if norms else ("none", False, 0.0)
-        layout = Layout(*dims, form.name, *norm, self.query_scale, form.scale, form.offset, tuple(parts))
-        random = self._random_rows
+        factors = self.query_scale, self.feature_map.scale, self.feature_map.offset
+        layout, random = Layout(*dims, name, *norm, *factors, tuple(parts)), self._random_rows
         return layout if layout.fits(0 if random is None else random.numel()) else None
 
     def _suits_kernel(self, projected: Tensor) -> bool:

@@ -219,8 +219,8 @@ def rotate(x: Tensor, places: Tensor, theta: float, scaling: Scaling | None = No
     if scaling is not None:
         frequencies = scale_frequencies(frequencies, *scaling)
     angles = places.unsqueeze(-1) * frequencies
-    first, second, cos, sin = wide[..., :half], wide[..., half:], angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
+    (left, right), cos, sin = wide.split(half, -1), angles.cos(), angles.sin()
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1).to(x.dtype)
 
 
 def scale_frequencies(frequencies: Tensor, factor: float, low: float, high: float, tokens: float) -> Tensor:
