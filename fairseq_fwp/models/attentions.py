@@ -7,7 +7,6 @@ of flags in errors and docs/flags.md read these tables; a test holds them agains
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from enum import Enum
 from typing import Generic, TypeVar, cast
 
 from fairseq.dataclass import FairseqDataclass
@@ -32,7 +31,7 @@ from fairseq_fwp.modules.attention.normalization import AttentionNormalization, 
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, FeatureMap
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.ops.checks import check, look_up
-from fairseq_fwp.patches.options import setting
+from fairseq_fwp.patches.options import setting, word
 
 Module = TypeVar("Module", bound=nn.Module)
 Part = TypeVar("Part")
@@ -199,10 +198,9 @@ def construct(
     cfg: the model's options; an option that it lacks leaves the argument at its default.
     """
     of_model = {option.name for option in fields(cfg)}
-    values = {argument: getattr(cfg, name) for argument, name in table.items() if name in of_model}
-    words = {argument: str(value) if isinstance(value, Enum) else value for argument, value in values.items()}
+    values = {argument: word(getattr(cfg, name)) for argument, name in table.items() if name in of_model}
     with naming_flags({**table, **SIZES}):
-        return make(*leading, **{**words, **parts})
+        return make(*leading, **{**values, **parts})
 
 
 def make_attention(

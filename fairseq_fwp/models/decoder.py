@@ -153,8 +153,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     """Embeddings, layers and an adaptive softmax, with fairseq's interface: a `decoding.StreamingDecoder`.
 
     It continues from a state, and keeps it while decoding. No tensor here grows faster than linearly with the sequence.
-    A subclass has `build_attention(cfg, index)`, the attention of a layer, and `build_positions(cfg)`, the absolute
-    positions that are added to the embeddings, or None.
+    A subclass has `build_attention` and `build_positions`.
 
     half_loss: whether training scores only the second half of a segment;
     cuda_graphs: whether layers in training, and steps of decoding, run as CUDA graphs;

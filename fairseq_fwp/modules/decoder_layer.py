@@ -77,7 +77,7 @@ class DecoderLayer(nn.Module):
             x = self.self_attn_layer_norm(x)
         y = self.final_layer_norm(x) if self.normalize_before else x
         if self.token_shift is not None:
-            mixed, recent = self.token_shift(y, recent, marks.padding, marks.first)
+            mixed, recent = self.token_shift(y, recent, marks)
             y, after = mixed[0], LayerState(after, recent)
             if last is not None:
                 x, y = x[:, -last:], y[:, -last:]

@@ -209,7 +209,7 @@ class FastWeightAttention(Attention[FastWeightState]):
         recent = None
         if self.convolution is not None:
             before = None if state is None else state.recent
-            convolved, recent = self.convolution(*mixed, before, marks.padding, marks.first)
+            convolved, recent = self.convolution(*mixed, before, marks)
             mixed = [convolved]
         return mixed, self.gates(of_gates), recent
 

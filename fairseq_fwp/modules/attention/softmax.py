@@ -53,13 +53,7 @@ class KeyValueMemory:
         check(self.window is None or self.window >= 1, f"`window` must be at least 1 token, got {self.window}")
 
     def read(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueCache | None = None,
-        padding: Tensor | None = None,
-        dropout: float = 0.0,
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache | None, padding: Tensor | None, dropout: float
     ) -> tuple[Tensor, KeyValueCache]:
         """Return the output (B, H, L, d) of q, after k and v (B, G, L, d) are added, and the cache of what is kept.
 

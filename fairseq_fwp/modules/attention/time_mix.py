@@ -95,7 +95,7 @@ class TimeMix(Attention[FastWeightState]):
     def read(self, x: Tensor, state: FastWeightState | None, marks: Marks) -> tuple[Tensor, FastWeightState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
         before = None if state is None else state.recent
-        mixed, recent = self.token_shift(x, before, marks.padding, marks.first)
+        mixed, recent = self.token_shift(x, before, marks)
         x_q, x_w, x_k, x_v, x_a, x_g = mixed.unbind(0)
         q, k, v = self.q_proj(x_q), self.k_proj(x_k), self.v_proj(x_v)
         decay = rwkv7_decay(at_least_float32(self.decay(x_w)))
