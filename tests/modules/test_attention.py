@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState, Hybrid, RecurrentDelta, Srwm
-from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import (
     LearnedDistances,
@@ -122,6 +121,32 @@ def test_constant_values_are_read_back(name, size):
     written = reads != 0 if name in ("dpfp", "relu") else torch.ones_like(reads, dtype=torch.bool)  # may map to zero
     torch.testing.assert_close(reads[written], torch.ones_like(reads)[written], rtol=1e-3, atol=0)
     assert written.float().mean() > 0.9
+
+
+OPENINGS = {"none": torch.ones_like, "silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+@looped("gate", OPENINGS)
+@looped("rank", [None, 3])
+@looped("norm", [{}, {"norm_read_out": True}, {"norm_read_out": True, "rms_norm": True}])
+@looped("scale", [1, 0.5])
+def test_the_read_out_is_its_equation(gate, rank, norm, scale):
+    """Normalisation of each head, scale and gate; checkpoints/convert/test_fla.py has the layers that have them."""
+    options = {**norm, "norm_epsilon": 0.5, "scale_read_out": scale < 1, "output_gate": gate, "output_gate_rank": rank}
+    layer, x = build(("delta", "silu", "neither"), **options), random(2, 6, DIM)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    out = layer.memory.read(*layer.prepare(x)[:4])[0].transpose(1, 2)
+    if norm:
+        out = out if "rms_norm" in norm else out - out.mean(-1, keepdim=True)
+        out = out / (out.square().mean(-1, keepdim=True) + 0.5).sqrt() * layer.read_out_norm.weight
+        out = out if "rms_norm" in norm else out + layer.read_out_norm.bias
+    out = scale * out.flatten(2)
+    if gate != "none":
+        weight, *others = layer.output_gate.parameters()
+        logits = x @ weight.T @ others[0].T + others[1] if rank else x @ weight.T
+        out = out * OPENINGS[gate](logits)
+    torch.testing.assert_close(layer(x)[0], out @ layer.out_proj.weight.T)
 
 
 @looped("rule", ["gated", "decay"])
@@ -325,17 +350,6 @@ def test_relative_attention_is_its_definition(positions, clamp_len, window, leng
     whole = torch.cat([memory, x], 1)
     torch.testing.assert_close(found, by_definition(layer, whole)[:, lengths[1] :])
     assert torch.equal(after.hidden, whole)
-
-
-def test_a_cache_is_cut_reordered_and_detached():
-    layer, memory, more = relative(), SegmentMemory(random(3, 6, DIM)), random(2, 2, DIM)
-    order = torch.tensor([2, 0])
-    expected = layer(more, reorder(memory.last(4), order))[0]
-    cache = layer(random(3, 1, DIM), layer.cache(memory))[1]
-    for kept in (reorder(layer.cache(memory.last(4)), order), reorder(layer.cache(memory).last(4), order)):
-        torch.testing.assert_close(layer(more, kept)[0], expected)
-    assert cache.last(3).distances.shape[1] == cache.last(3).keys.shape[2] == 3
-    assert not any(part.requires_grad for part in detach(cache) if part is not None)
 
 
 def test_no_tensor_holds_a_vector_for_every_pair(largest_tensor):

@@ -5,6 +5,7 @@ from support.attentions import memories
 from support.pairwise import looped
 
 from fairseq_fwp import ops
+from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization, running_sum
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -29,11 +30,11 @@ def delta_inputs(length=7, case=""):
 CASES = ["first position", "carried", "padding", "orthogonal keys"]
 
 
-def normalised_delta(q, k, v, beta, weights=None, z=None):
+def normalised_delta(q, k, v, beta, state=None):
     """Return the outputs, the memory and z of the delta rule with attention normalisation."""
-    divisor, k, v, z = NORMALIZATION.apply(UPDATE_RULES["delta"], q, k, v, [beta], z, backend="reference")
-    out, weights = ops.delta_rule(q, k, v, beta.to(q.dtype), weights, backend="reference")
-    return out / divisor[..., None], weights, z
+    memory = Memory(UPDATE_RULES["delta"], NORMALIZATION, "reference")
+    out, after = memory.read(q, k, v, {"beta": beta}, state and FastWeightState(*state))
+    return out, after.weights, after.normalizer
 
 
 @looped("case", CASES)
@@ -44,7 +45,7 @@ def test_the_delta_rule_retrieves_a_normalised_value(case):
     outs = []
     for t, (w, z) in enumerate(memories("delta", k, v, [beta], True, state)):
         outs.append(ops.retrieve(q[:, :, t], w) / (q[:, :, t] * z).sum(-1, keepdim=True).clamp(min=1e-6))
-    results = normalised_delta(q, k, v, beta, *(state or (None, None)))
+    results = normalised_delta(q, k, v, beta, state)
     for result, value in zip(results, (torch.stack(outs, 2), w, z), strict=True):
         torch.testing.assert_close(result, value, rtol=1e-9, atol=1e-11)
     assert results[2].untyped_storage().nbytes() == z.numel() * z.element_size()  # not a slice of all sums

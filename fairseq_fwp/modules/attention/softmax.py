@@ -100,13 +100,9 @@ class KeyValueMemory:
         queries = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, block))
         padding = q.new_zeros(batch, total, dtype=torch.bool) if cache.padding is None else cache.padding
         padding = F.pad(padding, (before, fill), value=True).unfold(1, past + block, block)  # (B, n, w - 1 + b)
-        columns = torch.arange(past + block, device=q.device)
-        distance = columns[past:, None] - columns
-        band = (distance >= 0) & (distance < window)
-        # A padded query sees itself: a row without visible keys would be NaN.
-        visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
+        visible = visible_keys(block, past + block, padding.flatten(0, 1), q.device, window)
         queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
-        y = attend(queries, keys, values, visible.flatten(0, 1).unsqueeze(1), dropout)  # (B n, H, b, d)
+        y = attend(queries, keys, values, visible, dropout)  # (B n, H, b, d)
         return y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
     def turn(self, q: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
