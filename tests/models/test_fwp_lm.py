@@ -38,7 +38,7 @@ REACHED = [
     ({"sum_normalization": True, "add_normalization_epsilon": True}, "key_normalizations.0.add_epsilon", True),
     ({**ATTENTION, "normalization_epsilon": 0.5}, "memory.normalization.epsilon", 0.5),
     ({**ATTENTION, "sum_normalization_epsilon": 0.5}, "memory.normalization.epsilon", 1e-6),
-    ({"scale_read_out": True}, "read_out.scale", 0.5),
+    ({"scale_read_out": True}, "read_out_scale", 0.5),
     ({"norm_read_out": True}, "read_out_norm.normalized_shape", (4,)),
     ({"fwp_backend": "kernel"}, "memory.backend", "kernel"),
     ({**FAVOR, "favor_draw": "gaussian"}, "feature_map.draw", "gaussian"),

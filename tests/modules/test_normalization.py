@@ -66,16 +66,6 @@ def test_an_added_epsilon_shrinks_the_write_as_the_public_code_does(case):
     assert torch.autograd.grad(keys.sum(), k)[0].isfinite().all()
 
 
-def test_the_bounds_are_the_documented_ones():
-    """A sum above 1e-6 divides exactly, a smaller one counts as 1e-6, and so does z . q."""
-    features = torch.tensor([[1e-4, 3e-4], [1e-7, 1e-7]], dtype=torch.float64)
-    expected = torch.tensor([[0.25, 0.75], [0.1, 0.1]], dtype=torch.float64)
-    torch.testing.assert_close(SumNormalization()(features), expected)
-    k = torch.tensor([1e-7, 1e-4], dtype=torch.float64).reshape(1, 1, 2, 1)
-    divisor = NORMALIZATION.output_divisor(torch.ones_like(k), running_sum(k))
-    torch.testing.assert_close(divisor.flatten(), torch.tensor([1e-6, 1.001e-4], dtype=torch.float64))
-
-
 def test_zero_features_stay_zero_with_a_finite_gradient():
     features = torch.zeros(2, 4, requires_grad=True)
     normalized = SumNormalization()(features)
@@ -105,13 +95,18 @@ def test_what_a_document_retrieves_is_divided_as_if_it_were_the_only_one(add_eps
 
 
 def test_epsilon_bounds_or_is_added():
+    """By default a sum above 1e-6 divides exactly, and a smaller one counts as 1e-6."""
     k = torch.tensor([0.0, 1.0, 1e-5]).reshape(1, 1, 3, 1)
     q = torch.tensor([1.0, 2.0, 1e-5]).reshape(1, 1, 3, 1)
-    z, features = running_sum(k), torch.tensor([0.005, 0.0])
-    for add, divisors, sums in ((False, [1e-2, 2.0, 1e-2], [0.5, 0.0]), (True, [1e-2, 2.01, 0.01001], [1 / 3, 0.0])):
-        found = AttentionNormalization(1e-2, add).output_divisor(q, z).flatten()
+    z, features = running_sum(k), torch.tensor([[0.005, 0.0], [1e-7, 1e-7]])
+    for given, divisors, sums in (
+        ((), [1e-6, 2.0, 1.00001e-5], [[1.0, 0.0], [0.1, 0.1]]),
+        ((1e-2,), [1e-2, 2.0, 1e-2], [[0.5, 0.0], [1e-5, 1e-5]]),
+        ((1e-2, True), [1e-2, 2.01, 0.01001], [[1 / 3, 0.0], [1e-7 / 0.0100002] * 2]),
+    ):
+        found = AttentionNormalization(*given).output_divisor(q, z).flatten()
         torch.testing.assert_close(found, torch.tensor(divisors))
-        torch.testing.assert_close(SumNormalization(1e-2, add)(features), torch.tensor(sums))
+        torch.testing.assert_close(SumNormalization(*given)(features), torch.tensor(sums))
     found = AttentionNormalization(1e-2).retrieval_divisor(k, z).flatten()
     torch.testing.assert_close(found, torch.tensor([1.0, 1.0, 1e-2]))
 

@@ -81,7 +81,7 @@ class DeltaRnn(Attention[DeltaRnnState]):
             padding=marks.padding,
             backend=self.backend,
         )
-        y = (out * self.feedforward.read_out.scale).flatten(2).to(x.dtype)
+        y = (out * self.feedforward.read_out_scale).flatten(2).to(x.dtype)
         return self.out_proj(y), DeltaRnnState(memory.weights, *after)
 
     def _project(self, x: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ from fairseq_fwp.modules.attention.normalization import (
     SumNormalization,
     fit_normalizations,
 )
-from fairseq_fwp.modules.attention.read_out import ReadOut
+from fairseq_fwp.modules.attention.read_out import OUTPUT_GATES, gate_projection, read_out
 from fairseq_fwp.modules.feature_maps import Favor, FeatureMap, kernel_name
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.update_rules import UpdateRule, find_rule
 from fairseq_fwp.ops.arguments import at_least_float32
-from fairseq_fwp.ops.checks import check
+from fairseq_fwp.ops.checks import check, look_up
 from fairseq_fwp.ops.projection import Layout, Part, has_kernel, map_projection
 
 
@@ -132,11 +132,12 @@ class FastWeightAttention(Attention[FastWeightState]):
         self.query_scale = dims[0] ** -0.5 if scale_queries else 1.0
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         self.overflows = attention_normalization is not None or sum_normalization is None
-        self.read_out = ReadOut(value_dim**-0.5 if scale_read_out else 1.0, output_gate)
+        self.read_out_scale = value_dim**-0.5 if scale_read_out else 1.0
+        self.opening = look_up("`output_gate`", output_gate, OUTPUT_GATES)
         self.read_out_norm = layer_norm(value_dim, rms_norm, norm_epsilon) if norm_read_out else None
         self.out_proj = nn.Linear(values, embed_dim, bias=bias)
         self.convolution = ShortConvolution(sum(self.mixed_columns), conv_size) if conv_size else None
-        self.output_gate = self.read_out.projection(embed_dim, values, output_gate_rank)
+        self.output_gate = gate_projection(self.opening, embed_dim, values, output_gate_rank)
         self.layout = self._find_layout()
         self.gates.initialize()
 
@@ -239,7 +240,8 @@ class FastWeightAttention(Attention[FastWeightState]):
     def project_output(self, out: Tensor, x: Tensor) -> Tensor:
         """Return y (B, L, D) of the memory's output (B, H, L, Dv) and x (B, L, D)."""
         gate = None if self.output_gate is None else self.output_gate(x)
-        return self.out_proj(self.read_out(out, x.dtype, self.read_out_norm, gate))
+        y = read_out(out, x.dtype, self.read_out_scale, self.read_out_norm, self.opening, gate)
+        return self.out_proj(y)
 
     def state_size(self, length: int, carried: bool = False) -> int:
         # Without z, as in Schlag et al. 2021, App. F.
