@@ -340,7 +340,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
                 x = self.layernorm_embedding(x)
             x = self.dropout(x)
             # A compiled graph, a transform of torch.func and a CUDA graph take one path for all inputs.
-            one_path = torch.compiler.is_compiling() or is_transformed() or is_captured(tokens)
+            captured = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
+            one_path = torch.compiler.is_compiling() or is_transformed() or captured
             mask = padding if self.reads_padding and (one_path or padding.any()) else None
             graphed = None
             if self.cuda_graphs and self.training and not one_path and mask is None and last is None and first is None:
@@ -401,11 +402,6 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     def state_size(self, length: int, carried: bool = False) -> int:
         """Return the numbers in the state, see `Attention`; counted as in Schlag et al. 2021, Table 4."""
         return self.last_inputs + sum(attention.state_size(length, carried) for attention in self.attentions)
-
-
-def is_captured(x: Tensor) -> bool:
-    """Return whether what is computed on the device of x becomes a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_probability(name: str, value: float) -> None:

@@ -175,7 +175,7 @@ class RelativeAttention(Attention[SegmentMemory | RelativeCache]):
         """Return y (B, L, D) for x (B, L, D), and the memory followed by x, of the same type as `state`."""
         memory = SegmentMemory(x[:, :0]) if state is None else state
         past = self.cache(memory) if isinstance(memory, SegmentMemory) else memory
-        q, k, v = self._heads(self.in_proj(x)).unbind(0)
+        q, k, v = map(self.split_heads, self.in_proj(x).chunk(3, -1))
         keys, values = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)
         projected, total = past.distances.shape[1], keys.shape[2]
         distances = torch.cat([past.distances, self.positions(projected, total).to(k.dtype)], dim=1)
@@ -194,14 +194,10 @@ class RelativeAttention(Attention[SegmentMemory | RelativeCache]):
     def cache(self, memory: SegmentMemory) -> RelativeCache:
         """Return the memory with its keys and values, for decoding; valid as long as the weights do not change."""
         embed_dim = self.in_proj.in_features
-        keys, values = self._heads(F.linear(memory.hidden, self.in_proj.weight[embed_dim:])).unbind(0)
+        projected = F.linear(memory.hidden, self.in_proj.weight[embed_dim:])
+        keys, values = map(self.split_heads, projected.chunk(2, -1))
         distances = keys.new_zeros(self.num_heads, 0, self.positions.vector_size)
         return RelativeCache(keys, values, distances, memory.padding)
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        """Return (n, B, H, L, d) from (B, L, n D)."""
-        head_dim = self.in_proj.in_features // self.num_heads
-        return projected.unflatten(-1, (-1, self.num_heads, head_dim)).permute(2, 0, 3, 1, 4)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, distances: Tensor, padding: Tensor | None) -> Tensor:
         content, position = self.positions.queries(q)

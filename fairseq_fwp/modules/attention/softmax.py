@@ -129,10 +129,8 @@ class SoftmaxAttention(Attention[KeyValueCache]):
     head_dim: d, None = D / H;
     qk_norm, norm_epsilon: RMS normalisation of each head's q and k, before they are rotated, as in Qwen3 (Yang et al.
         2025, arXiv 2505.09388), and its epsilon;
-    qkv_bias: only of q, k and v; rope_theta: base of the angles by which q and k are rotated, None = no rotation: see
-        `rotate`; rope_scaling: arguments of `scale_frequencies`, such as 8,1,4,8192, None = not scaled;
-    window: w, the number of tokens that a token sees, itself included, None = all before it too. Time and memory are
-        then O(L w), and the state holds w - 1 tokens.
+    qkv_bias: only of q, k and v; rope_theta, window: see `KeyValueMemory`; with a window time and memory are O(L w);
+    rope_scaling: arguments of `scale_frequencies` as text, such as 8,1,4,8192, None = not scaled.
     """
 
     named_as_rule = True
