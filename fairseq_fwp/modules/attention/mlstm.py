@@ -67,7 +67,7 @@ class Mlstm(Attention[MlstmState]):
 
     def read(self, x: Tensor, state: MlstmState | None, marks: Marks) -> tuple[Tensor, MlstmState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
-        *projected, opening = self.in_proj(x).split(self.columns, -1)
+        *projected, output_gate = self.in_proj(x).split(self.columns, -1)
         q, k, v = map(self.split_heads, projected)
         gates = GATE_CAP * torch.tanh(at_least_float32(self.gates(x)) / GATE_CAP)
         input_gate, forget_gate = gates.transpose(1, 2).chunk(2, 1)
@@ -79,7 +79,7 @@ class Mlstm(Attention[MlstmState]):
         out, after = ops.mlstm_rule(q, k, v, input_gate, forget_gate, state, first=marks.first, backend=self.backend)
         out = F.layer_norm(at_least_float32(out), out.shape[-1:], eps=self.norm_epsilon)
         out = self.merge_heads(out).to(x.dtype) * self.read_out_gain
-        return self.out_proj(torch.sigmoid(opening) * out), after
+        return self.out_proj(torch.sigmoid(output_gate) * out), after
 
     def state_size(self, length: int, carried: bool = False) -> int:
         # Without the normaliser, as in Schlag et al. 2021, App. F.

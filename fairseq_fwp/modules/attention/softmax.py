@@ -160,9 +160,9 @@ class SoftmaxAttention(Attention[KeyValueCache]):
             check(divides, f"`softmax_heads` must divide `embed_dim` = {embed_dim}, got {softmax_heads}")
         self.num_heads = heads = softmax_heads or num_heads
         size = head_size(embed_dim, heads, head_dim, "head_dim")
-        shared = heads if kv_heads is None else kv_heads
+        groups = heads if kv_heads is None else kv_heads
         check(
-            shared >= 1 and heads % shared == 0, f"`kv_heads` must divide the number of heads, {heads}, got {kv_heads}"
+            groups >= 1 and heads % groups == 0, f"`kv_heads` must divide the number of heads, {heads}, got {kv_heads}"
         )
         if rope_theta is not None:
             check(rope_theta > 0, f"`rope_theta` must be above 0, got {rope_theta}")
@@ -172,7 +172,7 @@ class SoftmaxAttention(Attention[KeyValueCache]):
         self.memory = KeyValueMemory(window, rope_theta, None if rope_scaling is None else read_scaling(rope_scaling))
         self.constant_state = window is not None
         self.dropout = dropout
-        self.sizes = [heads * size, shared * size, shared * size]
+        self.sizes = [heads * size, groups * size, groups * size]
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=bias or qkv_bias)
         self.query_norm, self.key_norm = (layer_norm(size, True, norm_epsilon) if qk_norm else None for _ in range(2))
         self.out_proj = nn.Linear(heads * size, embed_dim, bias=bias)
