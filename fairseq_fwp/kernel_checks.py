@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fairseq_fwp.modules.attention import map_kernel
-from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
-from fairseq_fwp.modules.attention.map_kernel import Mapped
+from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, Mapped
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.ops import projection
@@ -143,7 +141,7 @@ class MapCheck:
             truth = _map_results(FastWeightAttention.compute, layer, x)
             for dtype in LIMITS:
                 layer.to(device, dtype)
-                yield _map_results(map_kernel.compute, layer, x.to(device, dtype)), truth, dtype
+                yield _map_results(FastWeightAttention.compute_by_kernel, layer, x.to(device, dtype)), truth, dtype
 
 
 def _map_results(

@@ -7,7 +7,6 @@ of flags in errors and docs/flags.md read these tables; a test holds them agains
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from enum import Enum
 from typing import Generic, TypeVar, cast
 
 from fairseq.dataclass import FairseqDataclass
@@ -32,7 +31,7 @@ from fairseq_fwp.modules.attention.normalization import AttentionNormalization, 
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, FeatureMap
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.ops.checks import check, look_up
-from fairseq_fwp.patches.options import setting
+from fairseq_fwp.patches.options import setting, word
 
 Module = TypeVar("Module", bound=nn.Module)
 Part = TypeVar("Part")
@@ -56,6 +55,11 @@ class Configurable(Generic[Module]):
         return argument in self.options or argument in self.computed
 
 
+def alike(*names: str) -> Table:
+    """Return the table of arguments that are named as their options."""
+    return {name: name for name in names}
+
+
 SIZES = {"embed_dim": "decoder_embed_dim", "num_heads": "decoder_attention_heads"}
 
 ATTENTIONS: dict[str, Configurable[Heads]] = {
@@ -68,21 +72,11 @@ ATTENTIONS: dict[str, Configurable[Heads]] = {
             "value_dim": "decoder_value_dim",
             "value_heads": "decoder_value_heads",
             "conv_size": "decoder_conv_size",
-            "sum_normalization": "sum_normalization",
-            "l2_normalization": "l2_normalization",
-            "l2_normalization_epsilon": "l2_normalization_epsilon",
-            "scale_queries": "scale_queries",
-            "attention_normalization": "attention_normalization",
-            "scale_read_out": "scale_read_out",
-            "norm_read_out": "norm_read_out",
-            "rms_norm": "rms_norm",
-            "norm_epsilon": "norm_epsilon",
-            "output_gate": "output_gate",
-            "output_gate_rank": "output_gate_rank",
             "bias": "attention_bias",
-            "negative_eigenvalues": "negative_eigenvalues",
-            "decay_lower_bound": "decay_lower_bound",
             "backend": "fwp_backend",
+            **alike("sum_normalization", "attention_normalization", "l2_normalization", "l2_normalization_epsilon"),
+            **alike("scale_queries", "scale_read_out", "norm_read_out", "rms_norm", "norm_epsilon"),
+            **alike("output_gate", "output_gate_rank", "negative_eigenvalues", "decay_lower_bound"),
         },
     ),
     "linear": Configurable(LinearAttention, {"bias": "attention_bias"}, ("feature_map", "source_dim", "division")),
@@ -108,11 +102,8 @@ ATTENTIONS: dict[str, Configurable[Heads]] = {
         {
             "feature_map": "decoder_feature_map",
             "key_dim": "decoder_key_dim",
-            "sum_normalization": "sum_normalization",
-            "l2_normalization": "l2_normalization",
-            "scale_read_out": "scale_read_out",
-            "negative_eigenvalues": "negative_eigenvalues",
             "backend": "fwp_backend",
+            **alike("sum_normalization", "l2_normalization", "scale_read_out", "negative_eigenvalues"),
         },
     ),
     "hybrid": Configurable(
@@ -122,9 +113,8 @@ ATTENTIONS: dict[str, Configurable[Heads]] = {
             "window": "attention_window",
             "rope_theta": "attention_rope_theta",
             "mix": "hybrid_mix",
-            "negative_eigenvalues": "negative_eigenvalues",
-            "norm_epsilon": "norm_epsilon",
             "backend": "fwp_backend",
+            **alike("negative_eigenvalues", "norm_epsilon"),
         },
     ),
     "mlstm": Configurable(
@@ -149,13 +139,9 @@ ATTENTIONS: dict[str, Configurable[Heads]] = {
     "time_mix": Configurable(
         TimeMix,
         {
-            "decay_rank": "decay_rank",
-            "rate_rank": "rate_rank",
-            "value_rank": "value_rank",
-            "output_gate_rank": "output_gate_rank",  # of its own gate, which every layer has
-            "norm_epsilon": "norm_epsilon",
-            "l2_normalization_epsilon": "l2_normalization_epsilon",
             "backend": "fwp_backend",
+            **alike("decay_rank", "rate_rank", "value_rank", "norm_epsilon", "l2_normalization_epsilon"),
+            **alike("output_gate_rank"),  # of its own gate, which every layer has
         },
         ("depth",),
     ),
@@ -212,10 +198,9 @@ def construct(
     cfg: the model's options; an option that it lacks leaves the argument at its default.
     """
     of_model = {option.name for option in fields(cfg)}
-    values = {argument: getattr(cfg, name) for argument, name in table.items() if name in of_model}
-    words = {argument: str(value) if isinstance(value, Enum) else value for argument, value in values.items()}
+    values = {argument: word(getattr(cfg, name)) for argument, name in table.items() if name in of_model}
     with naming_flags({**table, **SIZES}):
-        return make(*leading, **{**words, **parts})
+        return make(*leading, **{**values, **parts})
 
 
 def make_attention(

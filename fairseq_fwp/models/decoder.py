@@ -20,7 +20,7 @@ from fairseq_fwp.models.attention_options import naming_flags
 from fairseq_fwp.models.attentions import ATTENTIONS
 from fairseq_fwp.models.graphs import StepGraphs, TrunkGraphs
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
-from fairseq_fwp.modules.attention.base import AnyAttention, StateTree, detach, reorder, reset
+from fairseq_fwp.modules.attention.base import NO_MARKS, AnyAttention, Marks, StateTree, detach, reorder, reset
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.decoder_layer import DecoderLayer, LayerState
 from fairseq_fwp.modules.decoding import Extra, Sample
@@ -153,8 +153,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     """Embeddings, layers and an adaptive softmax, with fairseq's interface: a `decoding.StreamingDecoder`.
 
     It continues from a state, and keeps it while decoding. No tensor here grows faster than linearly with the sequence.
-    A subclass has `build_attention(cfg, index)`, the attention of a layer, and `build_positions(cfg)`, the absolute
-    positions that are added to the embeddings, or None.
+    A subclass has `build_attention` and `build_positions`.
 
     half_loss: whether training scores only the second half of a segment;
     cuda_graphs: whether layers in training, and steps of decoding, run as CUDA graphs;
@@ -282,9 +281,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         tokens = tokens[:, read:]
         if scored and (graphed := self.score_by_graph(tokens, state, rows)):
             return graphed
-        x, state = self.step(tokens, state if rows is None else cast(DecoderState, state).reorder(rows), read)
-        # fairseq's generator divides the first value by --temperature: dividing features would miss the biases.
-        return self.adaptive_softmax.get_log_prob(x, None) if scored else x, state
+        state = state if rows is None else cast(DecoderState, state).reorder(rows)
+        return (self._score if scored else self.step)(tokens, state, read)
 
     @property
     def steps_are_alike(self) -> bool:
@@ -305,9 +303,10 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
             return None
         return self.step_graphs(self._score, tokens, state, rows)
 
-    def _score(self, token: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
-        """Return log-probabilities (B, 1, V) after one more token (B, 1), and the new state."""
-        x, state = self._read(token, state, decoding=True)
+    def _score(self, tokens: Tensor, state: DecoderState | None, start: int = 0) -> tuple[Tensor, DecoderState]:
+        """Return log-probabilities (B, L, V) after tokens (B, L), and the new state: see `step`."""
+        x, state = self.step(tokens, state, start)
+        # fairseq's generator divides these by --temperature: dividing features would miss the biases.
         return self.adaptive_softmax.get_log_prob(x, None), state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LanguageModelDecoder":
@@ -341,12 +340,13 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
                 x = self.layernorm_embedding(x)
             x = self.dropout(x)
             # A compiled graph, a transform of torch.func and a CUDA graph take one path for all inputs.
-            one_path = torch.compiler.is_compiling() or is_transformed() or is_captured(tokens)
+            captured = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
+            one_path = torch.compiler.is_compiling() or is_transformed() or captured
             mask = padding if self.reads_padding and (one_path or padding.any()) else None
             graphed = None
             if self.cuda_graphs and self.training and not one_path and mask is None and last is None and first is None:
                 graphed = self.trunk_graphs(self.layers, self._run_layers, x, states)
-            x, states = graphed or self._run_layers(x, states, mask, last, first, positions)
+            x, states = graphed or self._run_layers(x, states, Marks(mask, first), last, positions)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
         return self.final_dropout(x), DecoderState(states, counts[:, -1] if counts.shape[1] else seen)
@@ -355,19 +355,17 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self,
         x: Tensor,
         states: tuple[StateTree, ...] | None,
-        mask: Tensor | None = None,
+        marks: Marks = NO_MARKS,
         last: int | None = None,
-        first: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, tuple[StateTree, ...]]:
         """Return the output of the last layer, and the new state of each; see `_read`."""
-        after = []
-        shared: dict[str, Tensor] = {}
+        after, marks = [], marks._replace(shared={})
         for index, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
             if self.layer_positions is not None:
                 x = x + self.layer_positions[index](positions).to(x.dtype)
             outputs = last if index == len(self.layers) - 1 else None
-            x, state = layer(x, states[index] if states else None, mask, outputs, first, shared)
+            x, state = layer(x, states[index] if states else None, marks, outputs)
             after.append(state)
         return x, tuple(after)
 
@@ -380,10 +378,10 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self, net_output: tuple[Tensor, Settings | None], log_probs: bool, sample: Sample | None = None
     ) -> Tensor:
         """Return (log-)probabilities (B, L, V) of `forward`'s output; with a sample, exact only for its targets."""
-        first, extra = net_output
+        scores, extra = net_output
         if not (extra or {}).get("scored"):
             return super().get_normalized_probs(net_output, log_probs, sample)
-        scores = F.log_softmax(first, dim=-1)
+        scores = F.log_softmax(scores, dim=-1)
         return scores if log_probs else scores.exp()
 
     def output_layer(self, features: Tensor) -> Tensor:
@@ -404,11 +402,6 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     def state_size(self, length: int, carried: bool = False) -> int:
         """Return the numbers in the state, see `Attention`; counted as in Schlag et al. 2021, Table 4."""
         return self.last_inputs + sum(attention.state_size(length, carried) for attention in self.attentions)
-
-
-def is_captured(x: Tensor) -> bool:
-    """Return whether what is computed on the device of x becomes a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_probability(name: str, value: float) -> None:

@@ -179,9 +179,9 @@ class FwpTransformerEncoder(TransformerEncoderBase):
         return {name: [memory] if name == "encoder_out" else [] for name in out}
 
     def reorder_encoder_out(self, encoder_out: EncoderOutput, new_order: Tensor) -> EncoderOutput:
-        (first,) = encoder_out["encoder_out"]
-        if isinstance(first, SourceMemory):
-            return {**encoder_out, "encoder_out": [first.reorder(new_order)]}
+        (source,) = encoder_out["encoder_out"]
+        if isinstance(source, SourceMemory):
+            return {**encoder_out, "encoder_out": [source.reorder(new_order)]}
         return super().reorder_encoder_out(encoder_out, new_order)
 
 

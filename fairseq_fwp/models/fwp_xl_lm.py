@@ -124,9 +124,9 @@ class FwpXlDecoder(LanguageModelDecoder):
             tables = (LearnedPositions(cfg.tokens_per_sample, cfg.decoder_embed_dim) for _ in self.layers)
             self.layer_positions = nn.ModuleList(tables).apply(initialize)
         if positions == "relative" and not cfg.untie_biases:
-            first, *others = (module for module in self.modules() if isinstance(module, SinusoidalDistances))
+            one, *others = (module for module in self.modules() if isinstance(module, SinusoidalDistances))
             for other in others:
-                other.content_bias, other.position_bias = first.content_bias, first.position_bias
+                other.content_bias, other.position_bias = one.content_bias, one.position_bias
 
     def build_positions(self, cfg: FwpXlLanguageModelConfig) -> SinusoidalPositions | None:
         if cfg.decoder_positions != "absolute":
@@ -134,7 +134,7 @@ class FwpXlDecoder(LanguageModelDecoder):
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
     def build_attention(self, cfg: FwpXlLanguageModelConfig, index: int) -> AnyAttention:
-        sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
+        sizes = dim, heads = cfg.attention_sizes
         with naming_flags(SIZES):
             check_heads(*sizes)
         if cfg.decoder_positions in ABSOLUTE:
@@ -143,8 +143,9 @@ class FwpXlDecoder(LanguageModelDecoder):
         if cfg.decoder_positions == "relative":
             positions = SinusoidalDistances(*sizes, cfg.clamp_len if cfg.clamp_len > 0 else None, cfg.dropout)
         else:
-            heads, head_dim = cfg.decoder_attention_heads, cfg.decoder_embed_dim // cfg.decoder_attention_heads
-            positions = LearnedDistances(heads, head_dim, cfg.clamp_len, biased=cfg.decoder_positions == "shaw_biased")
+            positions = LearnedDistances(
+                heads, dim // heads, cfg.clamp_len, biased=cfg.decoder_positions == "shaw_biased"
+            )
         window = cfg.mem_len if cfg.same_length else None
         return RelativeAttention(*sizes, positions, window, cfg.attention_dropout)
 

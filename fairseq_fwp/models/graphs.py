@@ -73,17 +73,13 @@ class Shapes(Generic[Graph]):
 def split(state: StateTree) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], StateTree]]:
     """Return the tensors of a state, and a function that returns such a state of other tensors."""
     leaves, spec = tree_flatten(state)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place] for place in places]
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    are_tensors = [isinstance(leaf, Tensor) for leaf in leaves]  # else None
 
     def join(given: Sequence[Tensor]) -> StateTree:
-        filled = list(others)
-        for place, x in zip(places, given, strict=True):
-            filled[place] = x
-        return tree_unflatten(filled, spec)
+        rest = iter(given)
+        return tree_unflatten([next(rest) if is_tensor else None for is_tensor in are_tensors], spec)
 
-    return tensors, join
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], join
 
 
 def copy_all(to: Iterable[Tensor], given: Iterable[Tensor]) -> None:

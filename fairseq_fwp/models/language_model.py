@@ -116,16 +116,13 @@ class TrainedModel(BaseFairseqModel):
 
 
 class LanguageModel(TrainedModel, FairseqLanguageModel):
-    """A decoder with fairseq's interface of a language model.
-
-    A subclass has `build_decoder(cfg, dictionary)`, which checks the options.
-    """
+    """A decoder with fairseq's interface of a language model; a subclass has `build_decoder`."""
 
     decoder: LanguageModelDecoder
 
     @classmethod
     def build_decoder(cls, cfg: FairseqDataclass, dictionary: Dictionary) -> LanguageModelDecoder:
-        """Return the decoder."""
+        """Return the decoder. Raises ValueError for options that cannot be."""
         raise NotImplementedError
 
     @classmethod

@@ -4,8 +4,7 @@ The softmaxes are tied to the embeddings and have biases, as in Transformer-XL a
 fairseq's and GPT-2's.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -232,13 +231,25 @@ class AdaptiveSoftmax(nn.Module):
         tails, clusters = [], self._split()
         for index, rows in self._rows_of_clusters(target.flatten()):
             if len(rows):
-                own, logits_of = head_target[rows] - self.bounds[index + 1], partial(self._words, index + 1)
-                tails.append((rows, _loss_gradient(partial(logits_of, clusters=clusters), flat[rows], own)))
+                own = head_target[rows] - self.bounds[index + 1]
+                tails.append((rows, self._loss_gradient(index + 1, flat[rows], own, clusters)))
                 head_target[rows] = self.bounds[1] + index
-        gradient = _loss_gradient(partial(self._head, clusters=clusters), flat, head_target)
+        gradient = self._loss_gradient(0, flat, head_target, clusters)
         for rows, more in tails:
             gradient.index_add_(0, rows, more)
         return gradient.view_as(features)
+
+    def _loss_gradient(self, index: int, flat: Tensor, target: Tensor, clusters: list[Cluster]) -> Tensor:
+        """Return the gradient (N, D) of the loss of a cluster, 0 = the head, by flat (N, D)."""
+        gradients = []
+        for x, wanted in zip(flat.split(BLOCK), target.split(BLOCK), strict=True):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                logits = self._words(index, x, clusters) if index else self._head(x, clusters)
+            errors = logits.detach().softmax(-1)
+            errors[torch.arange(len(x), device=x.device), wanted] -= 1
+            gradients += torch.autograd.grad(logits, x, errors)
+        return torch.cat(gradients) if gradients else torch.zeros_like(flat)
 
     def _split(self) -> list[Cluster]:
         """Return all clusters, the head first. Of slices of a weight, each gradient would be as large as all words."""
@@ -267,8 +278,8 @@ class AdaptiveSoftmax(nn.Module):
         with faster_linear(flat.shape[0], flat.device):
             logits = at_least_float32(F.linear(self._project(index, flat, weight.dtype), weight, bias))
         if self.shift_entries:
-            first = flat.shape[1] - self.shift_entries
-            logits = logits + flat[:, first + self.bounds[index] : first + self.bounds[index + 1]]
+            shifts = flat[:, flat.shape[1] - self.shift_entries :]
+            logits = logits + shifts[:, self.bounds[index] : self.bounds[index + 1]]
         return logits
 
     def _masked(self, bias: Tensor) -> Tensor:
@@ -294,16 +305,3 @@ class AdaptiveSoftmax(nn.Module):
             (index, ((target >= low) & (target < high)).nonzero().squeeze(1))
             for index, (low, high) in enumerate(pairwise(self.bounds[1:]))
         ]
-
-
-def _loss_gradient(logits_of: Callable[[Tensor], Tensor], flat: Tensor, target: Tensor) -> Tensor:
-    """Return the gradient (N, D) of -log softmax(logits_of(flat))[target] by flat (N, D)."""
-    gradients = []
-    for x, wanted in zip(flat.split(BLOCK), target.split(BLOCK), strict=True):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            logits = logits_of(x)
-        errors = logits.detach().softmax(-1)
-        errors[torch.arange(len(x), device=x.device), wanted] -= 1
-        gradients += torch.autograd.grad(logits, x, errors)
-    return torch.cat(gradients) if gradients else torch.zeros_like(flat)

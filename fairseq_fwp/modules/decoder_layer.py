@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import AnyAttention, StateTree
+from fairseq_fwp.modules.attention.base import NO_MARKS, AnyAttention, Marks, StateTree
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.layer_norm import layer_norm
@@ -62,23 +62,14 @@ class DecoderLayer(nn.Module):
         self.normalize_before = normalize_before
 
     def forward(
-        self,
-        x: Tensor,
-        state: StateTree = None,
-        key_padding_mask: Tensor | None = None,
-        last: int | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
+        self, x: Tensor, state: StateTree = None, marks: Marks = NO_MARKS, last: int | None = None
     ) -> tuple[Tensor, StateTree]:
-        """Return y (B, L, embed_dim), or (B, last, embed_dim), for x (B, L, embed_dim), and the layer's new state.
-
-        first, shared: as `Attention` takes them.
-        """
+        """Return y (B, L, embed_dim), or (B, last, embed_dim), for x (B, L, embed_dim), and the layer's new state."""
         before, recent = state if isinstance(state, LayerState) else (state, None)
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
         if self.self_attn.reads_input:
             x, y = y, x
-        y, after = self.self_attn(y, before, key_padding_mask, first, shared)
+        y, after = self.self_attn(y, before, *marks)
         if last is not None and self.token_shift is None:
             x, y = x[:, -last:], y[:, -last:]
         x = x + self.dropout(y)
@@ -86,7 +77,7 @@ class DecoderLayer(nn.Module):
             x = self.self_attn_layer_norm(x)
         y = self.final_layer_norm(x) if self.normalize_before else x
         if self.token_shift is not None:
-            mixed, recent = self.token_shift(y, recent, key_padding_mask, first)
+            mixed, recent = self.token_shift(y, recent, marks)
             y, after = mixed[0], LayerState(after, recent)
             if last is not None:
                 x, y = x[:, -last:], y[:, -last:]

@@ -6,7 +6,7 @@ table. All take vectors of any floating dtype, and all but the identity return f
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ class FeatureMap(nn.Module):
 
     feature_dim: the size of its output;
     positive: whether features are never negative, which division by a sum of features, and so a normalisation, needs;
-    epsilon: the lower bound of such a sum; scale: a factor of its input vectors, applied first.
+    epsilon: the lower bound of such a sum; scale: a factor of its input vectors, applied first; offset: see `Favor`.
 
     A map that learns has `initialize()`, which draws its initial values.
     """
@@ -31,6 +31,7 @@ class FeatureMap(nn.Module):
     positive = False
     epsilon: float = 1e-6
     scale: float = 1.0
+    offset: float = 0.0
 
     def __init__(self, feature_dim: int = 0) -> None:
         super().__init__()
@@ -327,17 +328,10 @@ FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
 }
 
 
-class KernelForm(NamedTuple):
-    """A map as kernels know it: its name there, and the scale and the offset of random features."""
-
-    name: str
-    scale: float = 1.0
-    offset: float = 0.0
-
-
 # By class: a subclass may compute something else.
 KERNEL_NAMES: dict[type[FeatureMap], str] = {
     EluPlusOne: "elu",
+    Favor: "favor",
     Dpfp: "dpfp",
     Identity: "identity",
     Tanh: "tanh",
@@ -345,9 +339,7 @@ KERNEL_NAMES: dict[type[FeatureMap], str] = {
 }
 
 
-def kernel_form(feature_map: FeatureMap) -> KernelForm | None:
-    """Return the form of a map in kernels, None if they do not know it."""
-    if type(feature_map) is Favor:
-        return KernelForm("favor_relu" if feature_map.relu else "favor", feature_map.scale, feature_map.offset)
+def kernel_name(feature_map: FeatureMap) -> str | None:
+    """Return the name of a map in kernels, None if they do not know it."""
     name = KERNEL_NAMES.get(type(feature_map))
-    return None if name is None else KernelForm(name)
+    return "favor_relu" if isinstance(feature_map, Favor) and name and feature_map.relu else name

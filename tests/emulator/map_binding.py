@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp.kernel_checks import MapCheck
-from fairseq_fwp.modules.attention import FastWeightAttention, map_kernel
+from fairseq_fwp.modules.attention import FastWeightAttention, fast_weight
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -169,10 +169,10 @@ def check_counts() -> None:
 def check_first_use() -> None:
     """The check before the first use finds nothing; it finds a map of another scale."""
     assert self_check.find_fault(MapCheck(), torch.device("cpu")) == ""
-    right = map_kernel.map_projection
-    map_kernel.map_projection = lambda x, layout, random: right(x, layout._replace(scale=1.0), random)
+    right = fast_weight.map_projection
+    fast_weight.map_projection = lambda x, layout, random: right(x, layout._replace(scale=1.0), random)
     assert "queries in float64 is off by" in self_check.find_fault(MapCheck(), torch.device("cpu"))
-    map_kernel.map_projection = right
+    fast_weight.map_projection = right
 
 
 def check_all() -> None:

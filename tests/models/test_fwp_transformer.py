@@ -166,19 +166,6 @@ def test_scores_of_ensembles_samples_and_penalties_equal_rescoring():
             torch.testing.assert_close(hypothesis["score"].double(), expected, rtol=1e-5, atol=0)
 
 
-def test_diverse_beams_differ_and_do_not_depend_on_the_place():
-    """Groups start differently, and do not depend on the place of a sentence in the data set."""
-    model, found = build(**DELTA), []
-    for numbers in ((0, 1, 2), (40, 7, 2)):
-        settings = {"num_groups": 2, "diversity_strength": 100.0, "diversity_discount": 0.5}
-        diverse = search.DiverseBeamSearch(model.decoder.dictionary, **settings)
-        found.append(generate([model], numbers, search_strategy=diverse, normalize_scores=True))
-    for here, elsewhere in zip(*found, strict=True):
-        assert len({hypothesis["tokens"][0].item() for hypothesis in here}) > 1
-        for hypothesis, other in zip(here, elsewhere, strict=True):
-            assert torch.equal(hypothesis["tokens"], other["tokens"]) and hypothesis["score"] == other["score"]
-
-
 @looped("flags", [SOFTMAX, *({"decoder_update_rule": rule} for rule in UPDATE_RULES), *ALL.values()])
 def test_a_hypothesis_costs_as_much_for_any_source_and_any_length_without_softmax(flags):
     model, kept, read = build(**{"decoder_update_rule": "sum", **flags}), [], []

@@ -60,18 +60,6 @@ def test_without_recurrence_nothing_is_remembered(kind):
     assert all(part is None or part.numel() == 0 for layer in state.layers for part in layer)
 
 
-def test_gradients_stop_at_a_detached_memory():
-    """The paper's SG: no gradient reaches the memory, but the projections of its keys and values get one."""
-    model, tokens = build("relative"), random_tokens(2, 8)
-    state = model(tokens[:, :4])[1]["state"]
-    assert all(layer.hidden.requires_grad for layer in state.layers)
-    words = model.decoder.embed_tokens.weight
-    for given, flows in ((state, True), (state.detach(), False)):
-        out, _ = model(tokens[:, 4:5], state=given)
-        (grad,) = torch.autograd.grad(out.square().sum(), words, retain_graph=True)
-        assert (grad[tokens[0, 0]].abs().sum() > 0) == (flows or tokens[0, 0] in tokens[:, 4])
-
-
 @looped("flags", [{"mem_len": 16}, {"same_length": True}, {"mem_len": 9, "clamp_len": 4}])
 @looped("kind", ["relative", "shaw"])
 def test_evaluation_with_another_memory_loads_the_same_weights(kind, flags):

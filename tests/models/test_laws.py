@@ -292,11 +292,3 @@ def test_it_learns_what_needs_its_memory(kind):
         loss.backward()
         optimizer.step()
     assert loss < 0.5 < torch.tensor(8.0).log()
-
-
-@looped("kind", ["delta", "softmax", "relative"])
-def test_generation_is_not_bound_to_the_length_of_training_samples(kind):
-    model, prompt = build(kind), random_tokens(1, 3)
-    generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=2, min_len=20, max_len_b=20)
-    ((best, _),) = generator.generate([model], {"net_input": {"src_tokens": prompt}}, prefix_tokens=prompt)
-    assert len(best["tokens"]) == 21  # and the end of the line

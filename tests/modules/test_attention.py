@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState, Hybrid, RecurrentDelta, Srwm
-from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import (
     LearnedDistances,
@@ -122,6 +121,32 @@ def test_constant_values_are_read_back(name, size):
     written = reads != 0 if name in ("dpfp", "relu") else torch.ones_like(reads, dtype=torch.bool)  # may map to zero
     torch.testing.assert_close(reads[written], torch.ones_like(reads)[written], rtol=1e-3, atol=0)
     assert written.float().mean() > 0.9
+
+
+OPENINGS = {"none": torch.ones_like, "silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+@looped("gate", OPENINGS)
+@looped("rank", [None, 3])
+@looped("norm", [{}, {"norm_read_out": True}, {"norm_read_out": True, "rms_norm": True}])
+@looped("scale", [1, 0.5])
+def test_the_read_out_is_its_equation(gate, rank, norm, scale):
+    """Normalisation of each head, scale and gate; checkpoints/convert/test_fla.py has the layers that have them."""
+    options = {**norm, "norm_epsilon": 0.5, "scale_read_out": scale < 1, "output_gate": gate, "output_gate_rank": rank}
+    layer, x = build(("delta", "silu", "neither"), **options), random(2, 6, DIM)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    out = layer.memory.read(*layer.prepare(x)[:4])[0].transpose(1, 2)
+    if norm:
+        out = out if "rms_norm" in norm else out - out.mean(-1, keepdim=True)
+        out = out / (out.square().mean(-1, keepdim=True) + 0.5).sqrt() * layer.read_out_norm.weight
+        out = out if "rms_norm" in norm else out + layer.read_out_norm.bias
+    out = scale * out.flatten(2)
+    if gate != "none":
+        weight, *others = layer.output_gate.parameters()
+        logits = x @ weight.T @ others[0].T + others[1] if rank else x @ weight.T
+        out = out * OPENINGS[gate](logits)
+    torch.testing.assert_close(layer(x)[0], out @ layer.out_proj.weight.T)
 
 
 @looped("rule", ["gated", "decay"])
@@ -327,17 +352,6 @@ def test_relative_attention_is_its_definition(positions, clamp_len, window, leng
     assert torch.equal(after.hidden, whole)
 
 
-def test_a_cache_is_cut_reordered_and_detached():
-    layer, memory, more = relative(), SegmentMemory(random(3, 6, DIM)), random(2, 2, DIM)
-    order = torch.tensor([2, 0])
-    expected = layer(more, reorder(memory.last(4), order))[0]
-    cache = layer(random(3, 1, DIM), layer.cache(memory))[1]
-    for kept in (reorder(layer.cache(memory.last(4)), order), reorder(layer.cache(memory).last(4), order)):
-        torch.testing.assert_close(layer(more, kept)[0], expected)
-    assert cache.last(3).distances.shape[1] == cache.last(3).keys.shape[2] == 3
-    assert not any(part.requires_grad for part in detach(cache) if part is not None)
-
-
 def test_no_tensor_holds_a_vector_for_every_pair(largest_tensor):
     """Scores are O(B H L S); vectors of distances for every pair would take d = 32 times that."""
     layer = RelativeAttention(64, 2, SinusoidalDistances(64, 2))
@@ -489,6 +503,13 @@ def test_what_cannot_be_is_refused(attention, options, sentence):
     given = {} if attention is fast_weights else {"embed_dim": 12, "num_heads": 2}
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
         attention(**given | options)
+
+
+@looped("kind", [("softmax",), ("local",), ("relative",), ("hybrid",)])
+def test_documents_are_refused_where_they_would_be_mixed(kind):
+    layer = build(kind)
+    with pytest.raises(ValueError, match=f"`first` must be None for {type(layer).__name__}, which reads one document"):
+        layer(random(1, 4, DIM), first=torch.tensor([[False, False, True, False]]))
 
 
 def test_an_input_of_another_shape_is_refused():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.pairwise import looped
 
-from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS, Dpfp, Favor, FeatureMap, LearnedRelu
+from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS, Dpfp, Favor, FeatureMap
 
 HEAD_DIM = 6
 HALF = [torch.float16, torch.bfloat16]
@@ -146,15 +146,6 @@ def test_the_gradient_is_that_of_finite_differences(name):
     feature_map = FEATURE_MAPS[name](HEAD_DIM).double()
     x = torch.randn(3, HEAD_DIM, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *_: feature_map(x), (x, *feature_map.parameters()))
-
-
-def test_the_learned_map_takes_half_weights_as_they_are():
-    feature_map = LearnedRelu(HEAD_DIM, 4).half()
-    x = torch.randn(5, HEAD_DIM).half()
-    expected = (x.double() @ feature_map.linear.weight.double().T + feature_map.linear.bias.double()).relu()
-    torch.testing.assert_close(feature_map(x).double(), expected, rtol=1e-6, atol=1e-6)
-    feature_map(x).sum().backward()
-    assert feature_map.linear.weight.grad.dtype == torch.float16
 
 
 def favor_estimates(favor, count, norm=0.6, product=1.147, pairs=256):

@@ -5,6 +5,7 @@ from support.attentions import memories
 from support.pairwise import looped
 
 from fairseq_fwp import ops
+from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization, running_sum
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -29,11 +30,11 @@ def delta_inputs(length=7, case=""):
 CASES = ["first position", "carried", "padding", "orthogonal keys"]
 
 
-def normalised_delta(q, k, v, beta, weights=None, z=None):
+def normalised_delta(q, k, v, beta, state=None):
     """Return the outputs, the memory and z of the delta rule with attention normalisation."""
-    divisor, k, v, z = NORMALIZATION.apply(UPDATE_RULES["delta"], q, k, v, [beta], z, backend="reference")
-    out, weights = ops.delta_rule(q, k, v, beta.to(q.dtype), weights, backend="reference")
-    return out / divisor[..., None], weights, z
+    memory = Memory(UPDATE_RULES["delta"], NORMALIZATION, "reference")
+    out, after = memory.read(q, k, v, {"beta": beta}, state and FastWeightState(*state))
+    return out, after.weights, after.normalizer
 
 
 @looped("case", CASES)
@@ -44,7 +45,7 @@ def test_the_delta_rule_retrieves_a_normalised_value(case):
     outs = []
     for t, (w, z) in enumerate(memories("delta", k, v, [beta], True, state)):
         outs.append(ops.retrieve(q[:, :, t], w) / (q[:, :, t] * z).sum(-1, keepdim=True).clamp(min=1e-6))
-    results = normalised_delta(q, k, v, beta, *(state or (None, None)))
+    results = normalised_delta(q, k, v, beta, state)
     for result, value in zip(results, (torch.stack(outs, 2), w, z), strict=True):
         torch.testing.assert_close(result, value, rtol=1e-9, atol=1e-11)
     assert results[2].untyped_storage().nbytes() == z.numel() * z.element_size()  # not a slice of all sums
@@ -63,16 +64,6 @@ def test_an_added_epsilon_shrinks_the_write_as_the_public_code_does(case):
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(result.sum(), (q, v, beta), retain_graph=True))
     assert torch.autograd.grad(keys.sum(), k)[0].isfinite().all()
-
-
-def test_the_bounds_are_the_documented_ones():
-    """A sum above 1e-6 divides exactly, a smaller one counts as 1e-6, and so does z . q."""
-    features = torch.tensor([[1e-4, 3e-4], [1e-7, 1e-7]], dtype=torch.float64)
-    expected = torch.tensor([[0.25, 0.75], [0.1, 0.1]], dtype=torch.float64)
-    torch.testing.assert_close(SumNormalization()(features), expected)
-    k = torch.tensor([1e-7, 1e-4], dtype=torch.float64).reshape(1, 1, 2, 1)
-    divisor = NORMALIZATION.output_divisor(torch.ones_like(k), running_sum(k))
-    torch.testing.assert_close(divisor.flatten(), torch.tensor([1e-6, 1.001e-4], dtype=torch.float64))
 
 
 def test_zero_features_stay_zero_with_a_finite_gradient():
@@ -104,13 +95,18 @@ def test_what_a_document_retrieves_is_divided_as_if_it_were_the_only_one(add_eps
 
 
 def test_epsilon_bounds_or_is_added():
+    """By default a sum above 1e-6 divides exactly, and a smaller one counts as 1e-6."""
     k = torch.tensor([0.0, 1.0, 1e-5]).reshape(1, 1, 3, 1)
     q = torch.tensor([1.0, 2.0, 1e-5]).reshape(1, 1, 3, 1)
-    z, features = running_sum(k), torch.tensor([0.005, 0.0])
-    for add, divisors, sums in ((False, [1e-2, 2.0, 1e-2], [0.5, 0.0]), (True, [1e-2, 2.01, 0.01001], [1 / 3, 0.0])):
-        found = AttentionNormalization(1e-2, add).output_divisor(q, z).flatten()
+    z, features = running_sum(k), torch.tensor([[0.005, 0.0], [1e-7, 1e-7]])
+    for given, divisors, sums in (
+        ((), [1e-6, 2.0, 1.00001e-5], [[1.0, 0.0], [0.1, 0.1]]),
+        ((1e-2,), [1e-2, 2.0, 1e-2], [[0.5, 0.0], [1e-5, 1e-5]]),
+        ((1e-2, True), [1e-2, 2.01, 0.01001], [[1 / 3, 0.0], [1e-7 / 0.0100002] * 2]),
+    ):
+        found = AttentionNormalization(*given).output_divisor(q, z).flatten()
         torch.testing.assert_close(found, torch.tensor(divisors))
-        torch.testing.assert_close(SumNormalization(1e-2, add)(features), torch.tensor(sums))
+        torch.testing.assert_close(SumNormalization(*given)(features), torch.tensor(sums))
     found = AttentionNormalization(1e-2).retrieval_divisor(k, z).flatten()
     torch.testing.assert_close(found, torch.tensor([1.0, 1.0, 1e-2]))
 

@@ -29,7 +29,7 @@ def sigmoid(x):
 
 
 def test_decays_are_the_papers():
-    """Those of Mamba are in the equations of tests/modules/test_modern_attention.py."""
+    """Those of Mamba are in the equations of tests/checkpoints/convert/test_fla.py."""
     for decay, formula in (
         (gla_decay, lambda x: sigmoid(x) ** (1 / 16)),
         (rwkv7_decay, lambda x: math.exp(-sigmoid(x) / math.sqrt(math.e))),

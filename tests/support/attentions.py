@@ -5,6 +5,7 @@ from support.pairwise import pairwise
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.attention import FastWeightAttention
+from fairseq_fwp.modules.attention.base import Marks
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.hybrid import Hybrid
 from fairseq_fwp.modules.attention.mlstm import Mlstm
@@ -102,7 +103,7 @@ def random(*shape):
 
 def rule_inputs(layer, x, key_padding_mask=None):
     """Return q, k, v and a list of gates of a layer in double precision: projected, mapped and normalised."""
-    q, k, v, gates, _ = layer.prepare(x, None, key_padding_mask)
+    q, k, v, gates, _ = layer.prepare(x, None, Marks(key_padding_mask))
     return q, k, v, [*gates.values()]
 
 

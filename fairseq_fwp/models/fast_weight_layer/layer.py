@@ -242,15 +242,15 @@ class FastWeightLayer(nn.Module):
 
 def _targets(tokens: Tensor, padding: Tensor | None, state: FastWeightLayerState | None) -> tuple[Tensor, Tensor]:
     """Return the token (B, M) that each position except the last predicts, and whether both exist, (B, M)."""
-    first = 0 if state is not None else 1
+    start = 0 if state is not None else 1
     valid = torch.ones_like(tokens, dtype=torch.bool) if padding is None else ~padding
     before = valid[:, :-1]
     if state is not None:
         before = torch.cat([state.started.unsqueeze(1), before], 1)
     if padding is None:
-        return tokens[:, first:], before
+        return tokens[:, start:], before
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    following = places.masked_fill(padding, tokens.shape[1]).flip(1).cummin(1).values.flip(1)[:, first:]
+    following = places.masked_fill(padding, tokens.shape[1]).flip(1).cummin(1).values.flip(1)[:, start:]
     there = following < tokens.shape[1]
     return tokens.gather(1, following.where(there, 0)), before & there
 

@@ -79,15 +79,9 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
 
 # The option of each argument of `FastWeightLayer`; the model computes the others.
 LAYER_OPTIONS = {
-    "hidden_dim": "fwl_hidden_dim",
-    "fast_weights": "fwl_fast_weights",
-    "step_size": "fwl_step_size",
-    "global_step_size": "fwl_global_step_size",
-    "decay": "fwl_decay",
-    "divide_gradients_by": "fwl_divide_gradients_by",
-    "map_inputs": "fwl_map_inputs",
-    "gradients_at": "fwl_gradients_at",
-    "random_start": "fwl_random_start",
+    option.name.removeprefix("fwl_"): option.name
+    for option in fields(FwpFwlLanguageModelConfig)
+    if option.name.startswith("fwl_") and option.name != "fwl_base"
 }
 
 

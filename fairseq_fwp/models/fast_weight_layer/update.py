@@ -130,7 +130,7 @@ def causal_sum(
     length, size = q.shape[1], k.shape[2] + v.shape[2]
     # Otherwise scores of all pairs are cheaper.
     summing = length * size > 2 * (chunk * size + 2 * k.shape[2] * v.shape[2])
-    first = k.shape[1] - length + 1  # keys that query 0 sees
+    ahead = k.shape[1] - length + 1  # keys that query 0 sees
     outs, summed = [], 0
     memory: Number = 0.0
     total: Number = 0.0
@@ -138,12 +138,12 @@ def causal_sum(
         end = min(start + chunk, length)
         before: Number = 0.0
         if start and summing:
-            old = slice(summed, start + first)
+            old = slice(summed, start + ahead)
             memory, total = memory + k[:, old].mT @ v[:, old], total + v[:, old].sum(1, keepdim=True)
-            before, summed = scale * (q[:, start:end] @ memory) + offset * total, start + first
-        seen = slice(summed, end - 1 + first)
+            before, summed = scale * (q[:, start:end] @ memory) + offset * total, start + ahead
+        seen = slice(summed, end - 1 + ahead)
         scores = scale * (q[:, start:end] @ k[:, seen].mT) + offset
-        outs.append(scores.tril(start + first - 1 - summed) @ v[:, seen] + before)
+        outs.append(scores.tril(start + ahead - 1 - summed) @ v[:, seen] + before)
     return torch.cat(outs, 1) if outs else v.new_zeros(q.shape[0], 0, v.shape[2])
 
 

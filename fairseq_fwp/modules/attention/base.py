@@ -5,7 +5,7 @@ of which the last L are queried.
 """
 
 import math
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,17 @@ class Heads(nn.Module):
         return x.transpose(1, 2).flatten(2)
 
 
+class Marks(NamedTuple):
+    """What a call of an attention says of its tokens, and what layers share: see `Attention.forward`."""
+
+    padding: Tensor | None = None
+    first: Tensor | None = None
+    shared: dict[str, Tensor] | None = None
+
+
+NO_MARKS = Marks()
+
+
 class Attention(Heads, Generic[AttentionState]):
     """Causal attention, as a decoder's layer calls it; AttentionState: the type, or the types, of its state.
 
@@ -80,20 +91,22 @@ class Attention(Heads, Generic[AttentionState]):
     ) -> tuple[Tensor, AttentionState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token.
 
-        state: before the first token, None = nothing was read; key_padding_mask (B, L): True at padding;
+        state: before the first token, None = nothing was read;
+        key_padding_mask (B, L): True at padding, which no token sees or counts;
         first (B, L): True at tokens that begin a document, before which nothing was read, None = nowhere;
         shared: what the layers of a model give to later ones in one pass, by name, None = there is no other layer. Only
             time_mix writes into it, the first layer's values.
         Raises ValueError for `first` without `packs_documents`.
         """
-        raise NotImplementedError
-
-    def refuse_documents(self, first: Tensor | None) -> None:
-        """Raise ValueError for documents in a segment if this attention cannot distinguish them."""
         check(
             first is None or self.packs_documents,
             f"`first` must be None for {type(self).__name__}, which reads one document at a time, got a mask",
         )
+        return self.read(x, state, Marks(key_padding_mask, first, shared))
+
+    def read(self, x: Tensor, state: AttentionState | None, marks: Marks) -> tuple[Tensor, AttentionState]:
+        """Return what `forward` does; each attention has its own."""
+        raise NotImplementedError
 
     def state_size(self, length: int, carried: bool = False) -> int:
         """Return the numbers in the state of a sequence of `length` tokens, or of such segments if it is carried."""

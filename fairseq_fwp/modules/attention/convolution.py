@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Alignment
+from fairseq_fwp.modules.attention.base import NO_MARKS, Alignment, Marks
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.convolution import causal_conv1d
@@ -34,21 +34,17 @@ class ShortConvolution(nn.Module):
         bound = self.weight.shape[1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(
-        self, x: Tensor, recent: Tensor | None = None, padding: Tensor | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, recent: Tensor | None = None, marks: Marks = NO_MARKS) -> tuple[Tensor, Tensor]:
         """Return y (B, L, C) for x (B, L, C), and the inputs of the last tokens: see `convolve`."""
-        return convolve(x, self.weight, recent, padding, first)
+        return convolve(x, self.weight, recent, marks)
 
 
-def convolve(
-    x: Tensor, weight: Tensor, recent: Tensor | None, padding: Tensor | None, first: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def convolve(x: Tensor, weight: Tensor, recent: Tensor | None, marks: Marks) -> tuple[Tensor, Tensor]:
     """Return y (B, L, C) for x (B, L, C), and the inputs of the last W - 1 tokens (B, W - 1, C), float32 or wider.
 
-    weight: (C, W); recent: the inputs before the first token, None = zeros; padding (B, L): True at padding;
-    first (B, L): True at tokens that begin a document, which see none before; None = nowhere.
+    weight: (C, W); recent: the inputs before the first token, None = zeros; marks: as of an `Attention`.
     """
+    padding, first, _ = marks
     length, past = x.shape[1], weight.shape[1] - 1
     wide = at_least_float32(x)
     if recent is None and (padding is not None or length < past):
@@ -88,10 +84,8 @@ class TokenShift(nn.Module):
         share = torch.arange(self.mix.shape[1]) / self.mix.shape[1]
         self.mix.copy_(torch.stack([1 - share**power for power in self.powers]))
 
-    def forward(
-        self, x: Tensor, recent: Tensor | None = None, padding: Tensor | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, recent: Tensor | None = None, marks: Marks = NO_MARKS) -> tuple[Tensor, Tensor]:
         """Return the mixtures (N, B, L, D) of x (B, L, D), and the last token's input (B, 1, D): see `convolve`."""
         weight = torch.eye(1, 2, device=x.device).expand(x.shape[2], 2)  # of the token before, and of itself
-        previous, recent = convolve(x, weight, recent, padding, first)
+        previous, recent = convolve(x, weight, recent, marks)
         return torch.addcmul(x, previous - x, self.mix[:, None, None]), recent

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Attention
+from fairseq_fwp.modules.attention.base import Attention, Marks
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
 from fairseq_fwp.modules.attention.memory import FastWeightState
 from fairseq_fwp.modules.attention.normalization import SumNormalization
@@ -67,28 +67,21 @@ class DeltaRnn(Attention[DeltaRnnState]):
         self.recurrent_proj = nn.Linear(embed_dim, 2 * embed_dim + num_heads, bias=False)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: DeltaRnnState | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, DeltaRnnState]:
-        """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
+    def read(self, x: Tensor, state: DeltaRnnState | None, marks: Marks) -> tuple[Tensor, DeltaRnnState]:
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
         before = None if state is None else FastWeightState(state.weights)
-        q, k, v, gates, _ = self.feedforward.prepare(x, key_padding_mask=key_padding_mask)
-        read, memory = self.feedforward.memory.read(q, k, v, gates, before, first)
+        q, k, v, gates, _ = self.feedforward.prepare(x, None, marks)
+        read, memory = self.feedforward.memory.read(q, k, v, gates, before, marks.first)
         out, *after = recurrent_delta(
             self._project(x),
             z=read.to(x.dtype).transpose(1, 2),
             memory=None if state is None else state.recurrent,
             output=None if state is None else state.output,
-            first=first,
-            padding=key_padding_mask,
+            first=marks.first,
+            padding=marks.padding,
             backend=self.backend,
         )
-        y = (out * self.feedforward.read_out.scale).flatten(2).to(x.dtype)
+        y = (out * self.feedforward.read_out_scale).flatten(2).to(x.dtype)
         return self.out_proj(y), DeltaRnnState(memory.weights, *after)
 
     def _project(self, x: Tensor) -> Tensor:

@@ -5,16 +5,15 @@ N is the number of keys and values a token: 1, except for rules with several ste
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention import map_kernel
-from fairseq_fwp.modules.attention.base import Attention, head_size
+from fairseq_fwp.modules.attention.base import NO_MARKS, Attention, Marks, head_size
 from fairseq_fwp.modules.attention.convolution import ShortConvolution
 from fairseq_fwp.modules.attention.gates import Gates
-from fairseq_fwp.modules.attention.map_kernel import Mapped
 from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
 from fairseq_fwp.modules.attention.normalization import (
     AttentionNormalization,
@@ -22,12 +21,27 @@ from fairseq_fwp.modules.attention.normalization import (
     SumNormalization,
     fit_normalizations,
 )
-from fairseq_fwp.modules.attention.read_out import ReadOut
-from fairseq_fwp.modules.feature_maps import FeatureMap
+from fairseq_fwp.modules.attention.read_out import OUTPUT_GATES, gate_projection, read_out
+from fairseq_fwp.modules.feature_maps import Favor, FeatureMap, kernel_name
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.update_rules import UpdateRule, find_rule
 from fairseq_fwp.ops.arguments import at_least_float32
-from fairseq_fwp.ops.checks import check
+from fairseq_fwp.ops.checks import check, look_up
+from fairseq_fwp.ops.projection import Layout, Part, has_kernel, map_projection
+
+
+class Mapped(NamedTuple):
+    """What becomes of a layer's projection.
+
+    q: (B, H, L, 1, Dk), and k: (B, H, L, N, Dk), in v's dtype; v: (B, L, N, H, Dv); gates: (B, L, H, size), by name.
+    recent: a convolution's inputs of the last tokens, None without one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: dict[str, Tensor]
+    recent: Tensor | None
 
 
 class FastWeightAttention(Attention[FastWeightState]):
@@ -118,12 +132,13 @@ class FastWeightAttention(Attention[FastWeightState]):
         self.query_scale = dims[0] ** -0.5 if scale_queries else 1.0
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         self.overflows = attention_normalization is not None or sum_normalization is None
-        self.read_out = ReadOut(value_dim**-0.5 if scale_read_out else 1.0, output_gate)
+        self.read_out_scale = value_dim**-0.5 if scale_read_out else 1.0
+        self.opening = look_up("`output_gate`", output_gate, OUTPUT_GATES)
         self.read_out_norm = layer_norm(value_dim, rms_norm, norm_epsilon) if norm_read_out else None
         self.out_proj = nn.Linear(values, embed_dim, bias=bias)
         self.convolution = ShortConvolution(sum(self.mixed_columns), conv_size) if conv_size else None
-        self.output_gate = self.read_out.projection(embed_dim, values, output_gate_rank)
-        self.layout = map_kernel.find_layout(self)
+        self.output_gate = gate_projection(self.opening, embed_dim, values, output_gate_rank)
+        self.layout = self._find_layout()
         self.gates.initialize()
 
     @property
@@ -137,26 +152,15 @@ class FastWeightAttention(Attention[FastWeightState]):
         q_k, v = self.mixed_columns
         return {"q_k": q_k, "v": v, **self.gates.columns}
 
-    def forward(
-        self,
-        x: Tensor,
-        state: FastWeightState | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, FastWeightState]:
-        """Return y (B, L, D) for x (B, L, D), and the state after the last token.
-
-        state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that do not write;
-        first (B, L): True at tokens that begin a document, where the memory is empty; None = nowhere.
-        """
-        q, k, v, gates, recent = self.prepare(x, state, key_padding_mask, first)
-        out, after = self.memory.read(q, k, v, gates, state, first)
+    def read(self, x: Tensor, state: FastWeightState | None, marks: Marks) -> tuple[Tensor, FastWeightState]:
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
+        q, k, v, gates, recent = self.prepare(x, state, marks)
+        out, after = self.memory.read(q, k, v, gates, state, marks.first)
         return self.project_output(out, x), after._replace(recent=recent)
 
     def read_whole(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return y (B, L, D) of `forward` for whole sequences, which nobody continues: see `Memory.read_whole`."""
-        q, k, v, gates, _ = self.prepare(x, key_padding_mask=key_padding_mask)
+        q, k, v, gates, _ = self.prepare(x, None, Marks(key_padding_mask))
         return self.project_output(self.memory.read_whole(q, k, v, gates), x)
 
     def initialize(self) -> None:
@@ -164,11 +168,7 @@ class FastWeightAttention(Attention[FastWeightState]):
         self.gates.initialize()
 
     def prepare(
-        self,
-        x: Tensor,
-        state: FastWeightState | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
+        self, x: Tensor, state: FastWeightState | None = None, marks: Marks = NO_MARKS
     ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor], Tensor | None]:
         """Return what the memory reads of x (B, L, D): q, k (B, H, L, Dk), v (B, H, L, Dv) and gates, padded.
 
@@ -178,27 +178,22 @@ class FastWeightAttention(Attention[FastWeightState]):
         """
         if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
             raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
-        given = self.in_proj(x), state, key_padding_mask, first
-        mapped = map_kernel.compute(self, *given) if map_kernel.suits(self, given[0]) else self.compute(*given)
-        return (*self.arrange(mapped, key_padding_mask), mapped.recent)
+        projected = self.in_proj(x)
+        compute = self.compute_by_kernel if self._suits_kernel(projected) else self.compute
+        q, k, v, of_tokens, recent = compute(projected, state, marks)
+        v = v.permute(0, 3, 1, 2, 4)
+        if self.rule.steps == 1:
+            k, v = k.squeeze(3), v.squeeze(3)
+        k, gates = self.memory.pad(k, self.gates.by_head(of_tokens), marks.padding)
+        return q.squeeze(3), k, v, gates, recent
 
-    def compute(
-        self,
-        projected: Tensor,
-        state: FastWeightState | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-    ) -> Mapped:
-        """Return what becomes of the projection (B, L, C) of x: the definition of `map_kernel.compute`."""
-        mixed, gates, recent = self.project(projected, state, key_padding_mask, first)
+    def compute(self, projected: Tensor, state: FastWeightState | None = None, marks: Marks = NO_MARKS) -> Mapped:
+        """Return what becomes of the projection (B, L, C) of x: the definition."""
+        mixed, gates, recent = self.project(projected, state, marks)
         return Mapped(*self.map(*mixed), gates, recent)
 
     def project(
-        self,
-        projected: Tensor,
-        state: FastWeightState | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
+        self, projected: Tensor, state: FastWeightState | None, marks: Marks
     ) -> tuple[list[Tensor], dict[str, Tensor], Tensor | None]:
         """Return the inputs of `map`, gates (B, L, H, size) by name, and a convolution's inputs of the last tokens.
 
@@ -215,7 +210,7 @@ class FastWeightAttention(Attention[FastWeightState]):
         recent = None
         if self.convolution is not None:
             before = None if state is None else state.recent
-            convolved, recent = self.convolution(*mixed, before, key_padding_mask, first)
+            convolved, recent = self.convolution(*mixed, before, marks)
             mixed = [convolved]
         return mixed, self.gates(of_gates), recent
 
@@ -242,20 +237,11 @@ class FastWeightAttention(Attention[FastWeightState]):
         shared_by = self.value_heads // self.num_heads
         return features if shared_by == 1 else features.repeat_interleave(shared_by, 1)
 
-    def arrange(
-        self, mapped: Mapped, key_padding_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor]]:
-        """Return q, k, v and gates as the memory reads them: all by head, k and gates padded."""
-        k, v = mapped.k, mapped.v.permute(0, 3, 1, 2, 4)
-        if self.rule.steps == 1:
-            k, v = k.squeeze(3), v.squeeze(3)
-        k, gates = self.memory.pad(k, self.gates.by_head(mapped.gates), key_padding_mask)
-        return mapped.q.squeeze(3), k, v, gates
-
     def project_output(self, out: Tensor, x: Tensor) -> Tensor:
         """Return y (B, L, D) of the memory's output (B, H, L, Dv) and x (B, L, D)."""
         gate = None if self.output_gate is None else self.output_gate(x)
-        return self.out_proj(self.read_out(out, x.dtype, self.read_out_norm, gate))
+        y = read_out(out, x.dtype, self.read_out_scale, self.read_out_norm, self.opening, gate)
+        return self.out_proj(y)
 
     def state_size(self, length: int, carried: bool = False) -> int:
         # Without z, as in Schlag et al. 2021, App. F.
@@ -265,6 +251,56 @@ class FastWeightAttention(Attention[FastWeightState]):
     def extra_repr(self) -> str:
         normalizations = [*self.key_normalizations, self.memory.normalization]
         return f"num_heads={self.num_heads}, key_dim={self.key_dim}, normalizations={normalizations}"
+
+    # Map, normalisation and gates by one CUDA kernel, in place of the steps above.
+
+    def compute_by_kernel(
+        self, projected: Tensor, state: FastWeightState | None = None, marks: Marks = NO_MARKS
+    ) -> Mapped:
+        """Return what `compute` does, of a projection (B, L, C) that the kernel suits; `map_check` compares the two."""
+        assert self.layout is not None
+        if self.convolution is None:
+            q, k, v, *parts = map_projection(self._add_biases(projected), self.layout, self._random_rows)
+            gates, recent = self.gates.of_kernel(dict(zip(self.gates.columns, parts, strict=True))), None
+        else:
+            (convolved,), gates, recent = self.project(projected, state, marks)
+            q, k, v = map_projection(convolved, self.layout, self._random_rows)
+        return Mapped(self.features_by_head(q), self.features_by_head(k), v, gates, recent)
+
+    @property
+    def _random_rows(self) -> Tensor | None:
+        return self.feature_map.projection if isinstance(self.feature_map, Favor) else None
+
+    def _find_layout(self) -> Layout | None:
+        """Return what the kernel needs to know of this layer; None if it cannot compute its steps."""
+        name, norms = kernel_name(self.feature_map), [norm.form for norm in self.key_normalizations]
+        if name is None or len(norms) > 1 or self.memory.backend not in ("auto", "kernel"):
+            return None
+        values = self.rule.steps, self.value_heads, self.head_dim
+        # The kernel follows a convolution, without the gates.
+        plain = [Part(*values), *map(self.gates.part, self.rule.gates)]
+        parts = plain if self.convolution is None else [Part(*values, "silu")]
+        dims = self.num_heads, self.rule.steps, self.key_dim, self.feature_map.feature_dim
+        norm = norms[0] if norms else ("none", False, 0.0)
+        factors = self.query_scale, self.feature_map.scale, self.feature_map.offset
+        layout, random = Layout(*dims, name, *norm, *factors, tuple(parts)), self._random_rows
+        return layout if layout.fits(0 if random is None else random.numel()) else None
+
+    def _suits_kernel(self, projected: Tensor) -> bool:
+        """Return whether the kernel computes what PyTorch would of a projection, in the same dtypes."""
+        if self.layout is None or not has_kernel(projected) or (self.overflows and projected.dtype == torch.float16):
+            return False
+        # Under autocast, biases make gates float32, and leave values without biases in half precision.
+        autocast = projected.dtype != self.in_proj.weight.dtype
+        return not (autocast and self.bias is None and any(x is not None for x in self.gates.added_biases()))
+
+    def _add_biases(self, projected: Tensor) -> Tensor:
+        biases, sizes = [self.bias, *self.gates.added_biases()], [sum(self.mixed_columns), *self.gates.columns.values()]
+        if all(bias is None for bias in biases):
+            return projected
+        zeros = self.in_proj.weight.new_zeros
+        parts = [zeros(size) if bias is None else bias for bias, size in zip(biases, sizes, strict=True)]
+        return projected + torch.cat(parts)
 
 
 def check_map(feature_map: object, key_dim: int) -> None:

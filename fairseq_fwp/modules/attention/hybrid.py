@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.attention.base import Attention, head_size
+from fairseq_fwp.modules.attention.base import Attention, Marks, head_size
 from fairseq_fwp.modules.attention.softmax import KeyValueCache, KeyValueMemory
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.modules.update_rules import to_unit_length
@@ -75,24 +75,16 @@ class Hybrid(Attention[HybridState]):
         self.read_out_norm = layer_norm(size, True, norm_epsilon)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: HybridState | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, HybridState]:
-        """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
-        self.refuse_documents(first)
+    def read(self, x: Tensor, state: HybridState | None, marks: Marks) -> tuple[Tensor, HybridState]:
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
         q, k, v = map(self.split_heads, self.in_proj(x).chunk(3, -1))
         v = F.silu(v)
         gates = self.split_heads(self.gates(x)).sigmoid()  # of a head: the rate, then those of the mix
         beta = self.rate * at_least_float32(gates[..., 0])
-        if key_padding_mask is not None:
-            beta = beta.masked_fill(key_padding_mask.unsqueeze(1), 0)
+        if marks.padding is not None:
+            beta = beta.masked_fill(marks.padding.unsqueeze(1), 0)
         weights, cache = (None, None) if state is None else state
-        recent, cache = self.memory.read(q, k, v, cache, key_padding_mask, self.dropout if self.training else 0.0)
+        recent, cache = self.memory.read(q, k, v, cache, marks.padding, self.dropout if self.training else 0.0)
         q, k = (to_unit_length(F.silu(at_least_float32(u)), LEAST_SQUARE).to(v.dtype) for u in (q, k))
         whole, weights = ops.delta_rule(q * q.shape[-1] ** -0.5, k, v, beta, weights, backend=self.backend)
         y = self.read_out_norm(self._blend(whole, recent, gates[..., 1:]))

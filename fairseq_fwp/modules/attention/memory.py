@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.modules.attention.base import scores_are_cheaper
-from fairseq_fwp.modules.attention.normalization import AttentionNormalization
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization, running_sum
 from fairseq_fwp.modules.update_rules import UpdateRule
+from fairseq_fwp.ops.arguments import at_least_float32
 
 
 class FastWeightState(NamedTuple):
@@ -78,12 +79,34 @@ class Memory:
         weights, z = (None, None) if state is None else (state.weights, state.normalizer)
         divisor = None
         if self.normalization is not None:
-            divisor, k, v, z = self.normalization.apply(self.rule, q, k, v, gates, z, first, self.backend)
+            divisor, k, v, z = self._normalize(q, k, v, gates, z, first)
         in_order = [gates[name] for name in self.rule.operation.gates]
         out, weights = self.rule.operation(q, k, v, *in_order, weights, first=first, backend=self.backend)
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, z)
+
+    def _normalize(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], z: Tensor | None, first: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the divisor of the output (B, H, L), k and v with which the rule retrieves normalised values, and z.
+
+        z: the argument is before the first token, None = zeros; the result is after the last one.
+        """
+        normalization, normalizer = self.normalization, self.rule.normalizer
+        assert normalization is not None and normalizer is not None  # `check_rule` refuses others
+        if normalizer.gates is not None:
+            # A memory for values of one, which forgets as the rule does.
+            given = (q, k, torch.ones_like(v[..., :1]), *normalizer.gates(**gates))
+            before = None if z is None else z.unsqueeze(-1)
+            operation = normalizer.operation or self.rule.operation
+            divisor, z = operation(*map(at_least_float32, given), before, first=first, backend=self.backend)
+            return normalization.bound(divisor.squeeze(-1)), k, v, z.squeeze(-1)
+        sums = running_sum(k, z, first)
+        divisor = normalization.output_divisor(q, sums)
+        if normalizer.retrieved and not normalization.read_out_only:
+            k, v = normalization.normalize_retrieval(k, v, sums, first)
+        return divisor, k, v, sums[:, :, -1].clone()  # a slice would keep all sums in memory
 
     def read_whole(self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         """Return the output of `read` for whole sequences, which need no state: a sum then may not be computed."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.attention.base import Attention, head_size
+from fairseq_fwp.modules.attention.base import Attention, Marks, head_size
 from fairseq_fwp.ops import MlstmState
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check
@@ -65,28 +65,21 @@ class Mlstm(Attention[MlstmState]):
         self.gates.bias.copy_(torch.cat([torch.full((self.num_heads,), -10.0), torch.linspace(3, 6, self.num_heads)]))
         self.read_out_gain.fill_(1)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: MlstmState | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, MlstmState]:
-        """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
-        *projected, opening = self.in_proj(x).split(self.columns, -1)
+    def read(self, x: Tensor, state: MlstmState | None, marks: Marks) -> tuple[Tensor, MlstmState]:
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
+        *projected, output_gate = self.in_proj(x).split(self.columns, -1)
         q, k, v = map(self.split_heads, projected)
         gates = GATE_CAP * torch.tanh(at_least_float32(self.gates(x)) / GATE_CAP)
         input_gate, forget_gate = gates.transpose(1, 2).chunk(2, 1)
-        if key_padding_mask is not None:  # nothing is written, and nothing is lost
-            padded = key_padding_mask.unsqueeze(1)
+        if marks.padding is not None:  # nothing is written, and nothing is lost
+            padded = marks.padding.unsqueeze(1)
             input_gate = input_gate.masked_fill(padded, -torch.inf)
             forget_gate = forget_gate.masked_fill(padded, torch.inf)
         q = q * self.key_dim**-0.5
-        out, after = ops.mlstm_rule(q, k, v, input_gate, forget_gate, state, first=first, backend=self.backend)
+        out, after = ops.mlstm_rule(q, k, v, input_gate, forget_gate, state, first=marks.first, backend=self.backend)
         out = F.layer_norm(at_least_float32(out), out.shape[-1:], eps=self.norm_epsilon)
         out = self.merge_heads(out).to(x.dtype) * self.read_out_gain
-        return self.out_proj(torch.sigmoid(opening) * out), after
+        return self.out_proj(torch.sigmoid(output_gate) * out), after
 
     def state_size(self, length: int, carried: bool = False) -> int:
         # Without the normaliser, as in Schlag et al. 2021, App. F.

@@ -7,7 +7,6 @@ begin a document, where z starts at zero; None = nowhere.
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.update_rules import UpdateRule, to_unit_length
-from fairseq_fwp.ops.arguments import at_least_float32, state_dtype
+from fairseq_fwp.ops.arguments import state_dtype
 from fairseq_fwp.ops.checks import check
 
 # DPFP can map a vector to zero: it stays zero, and neither writes nor reads. fast-transformers adds 1e-6 to z . q,
@@ -113,38 +112,6 @@ class AttentionNormalization(Division):
             f"`read_out_only` must be given with `attention_normalization` for the update rule {name}: it erases and "
             "forgets, so only its output can be normalised",
         )
-
-    def apply(
-        self,
-        rule: UpdateRule,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: Mapping[str, Tensor],
-        z: Tensor | None,
-        first: Tensor | None = None,
-        backend: str = "auto",
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the divisor of the output (B, H, L), k and v with which the rule retrieves normalised values, and z.
-
-        z: the argument is before the first token, None = zeros; the result is after the last one.
-        """
-        normalizer = rule.normalizer
-        assert normalizer is not None  # `check_rule` refuses others
-        if normalizer.gates is not None:
-            # A memory for values of one, which forgets as the rule does.
-            wide_q, wide_k, ones, *forgets = map(
-                at_least_float32, (q, k, torch.ones_like(v[..., :1]), *normalizer.gates(**gates))
-            )
-            before = None if z is None else z.unsqueeze(-1)
-            operation = normalizer.operation or rule.operation
-            divisor, z = operation(wide_q, wide_k, ones, *forgets, before, first=first, backend=backend)
-            return self.bound(divisor.squeeze(-1)), k, v, z.squeeze(-1)
-        sums = running_sum(k, z, first)
-        divisor = self.output_divisor(q, sums)
-        if normalizer.retrieved and not self.read_out_only:
-            k, v = self.normalize_retrieval(k, v, sums, first)
-        return divisor, k, v, sums[:, :, -1].clone()  # a slice would keep all sums in memory
 
     def output_divisor(self, q: Tensor, z: Tensor) -> Tensor:
         """Return z_t . q_t (B, H, L), the divisor of the output after the write at t (Eq. 28), in z's dtype."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Attention, check_heads
+from fairseq_fwp.modules.attention.base import Attention, Marks, check_heads
 from fairseq_fwp.ops.recurrent_delta import recurrent_delta
 
 
@@ -44,23 +44,16 @@ class RecurrentDelta(Attention[RecurrentDeltaState]):
         nn.init.normal_(self.recurrent, std=1 / math.sqrt(head_dim))
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: RecurrentDeltaState | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, RecurrentDeltaState]:
-        """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `Attention`."""
+    def read(self, x: Tensor, state: RecurrentDeltaState | None, marks: Marks) -> tuple[Tensor, RecurrentDeltaState]:
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
         memory, output = (None, None) if state is None else state
         out, *after = recurrent_delta(
             self.in_proj(x).unflatten(-1, (self.num_heads, -1)),
             self.recurrent,
             memory=memory,
             output=output,
-            first=first,
-            padding=key_padding_mask,
+            first=marks.first,
+            padding=marks.padding,
             backend=self.backend,
         )
         return self.out_proj((out * self.scale).flatten(2).to(x.dtype)), RecurrentDeltaState(*after)

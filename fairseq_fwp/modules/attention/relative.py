@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Alignment, Attention, check_heads, join_padding, reorder, visible_keys
+from fairseq_fwp.modules.attention.base import (
+    Alignment,
+    Attention,
+    Marks,
+    check_heads,
+    join_padding,
+    reorder,
+    visible_keys,
+)
 from fairseq_fwp.modules.attention.softmax import attend
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.positions import sinusoids
@@ -161,26 +169,17 @@ class RelativeAttention(Attention[SegmentMemory | RelativeCache]):
         self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: SegmentMemory | RelativeCache | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
+    def read(
+        self, x: Tensor, state: SegmentMemory | RelativeCache | None, marks: Marks
     ) -> tuple[Tensor, SegmentMemory | RelativeCache]:
-        """Return y (B, L, D) for x (B, L, D), and the memory followed by x, of the same type as `state`.
-
-        key_padding_mask (B, L): True at tokens that other tokens do not attend to and distances do not count.
-        """
-        self.refuse_documents(first)
+        """Return y (B, L, D) for x (B, L, D), and the memory followed by x, of the same type as `state`."""
         memory = SegmentMemory(x[:, :0]) if state is None else state
         past = self.cache(memory) if isinstance(memory, SegmentMemory) else memory
-        q, k, v = self._heads(self.in_proj(x)).unbind(0)
+        q, k, v = map(self.split_heads, self.in_proj(x).chunk(3, -1))
         keys, values = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)
         projected, total = past.distances.shape[1], keys.shape[2]
         distances = torch.cat([past.distances, self.positions(projected, total).to(k.dtype)], dim=1)
-        padding = join_padding(past.padding, past.keys.shape[2], key_padding_mask, x.shape[1])
+        padding = join_padding(past.padding, past.keys.shape[2], marks.padding, x.shape[1])
         hidden = torch.cat([memory.hidden, x], dim=1) if isinstance(memory, SegmentMemory) else None
         if padding is None:
             y = self._attend(q, keys, values, distances, padding)
@@ -195,14 +194,10 @@ class RelativeAttention(Attention[SegmentMemory | RelativeCache]):
     def cache(self, memory: SegmentMemory) -> RelativeCache:
         """Return the memory with its keys and values, for decoding; valid as long as the weights do not change."""
         embed_dim = self.in_proj.in_features
-        keys, values = self._heads(F.linear(memory.hidden, self.in_proj.weight[embed_dim:])).unbind(0)
+        projected = F.linear(memory.hidden, self.in_proj.weight[embed_dim:])
+        keys, values = map(self.split_heads, projected.chunk(2, -1))
         distances = keys.new_zeros(self.num_heads, 0, self.positions.vector_size)
         return RelativeCache(keys, values, distances, memory.padding)
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        """Return (n, B, H, L, d) from (B, L, n D)."""
-        head_dim = self.in_proj.in_features // self.num_heads
-        return projected.unflatten(-1, (-1, self.num_heads, head_dim)).permute(2, 0, 3, 1, 4)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, distances: Tensor, padding: Tensor | None) -> Tensor:
         content, position = self.positions.queries(q)

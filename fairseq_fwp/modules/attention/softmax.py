@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Alignment, Attention, head_size, join_padding, visible_keys
+from fairseq_fwp.modules.attention.base import Alignment, Attention, Marks, head_size, join_padding, visible_keys
 from fairseq_fwp.modules.layer_norm import layer_norm
 from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.ops.checks import check
@@ -53,13 +53,7 @@ class KeyValueMemory:
         check(self.window is None or self.window >= 1, f"`window` must be at least 1 token, got {self.window}")
 
     def read(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueCache | None = None,
-        padding: Tensor | None = None,
-        dropout: float = 0.0,
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache | None, padding: Tensor | None, dropout: float
     ) -> tuple[Tensor, KeyValueCache]:
         """Return the output (B, H, L, d) of q, after k and v (B, G, L, d) are added, and the cache of what is kept.
 
@@ -106,13 +100,9 @@ class KeyValueMemory:
         queries = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, block))
         padding = q.new_zeros(batch, total, dtype=torch.bool) if cache.padding is None else cache.padding
         padding = F.pad(padding, (before, fill), value=True).unfold(1, past + block, block)  # (B, n, w - 1 + b)
-        columns = torch.arange(past + block, device=q.device)
-        distance = columns[past:, None] - columns
-        band = (distance >= 0) & (distance < window)
-        # A padded query sees itself: a row without visible keys would be NaN.
-        visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
+        visible = visible_keys(block, past + block, padding.flatten(0, 1), q.device, window)
         queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
-        y = attend(queries, keys, values, visible.flatten(0, 1).unsqueeze(1), dropout)  # (B n, H, b, d)
+        y = attend(queries, keys, values, visible, dropout)  # (B n, H, b, d)
         return y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
     def turn(self, q: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
@@ -139,10 +129,8 @@ class SoftmaxAttention(Attention[KeyValueCache]):
     head_dim: d, None = D / H;
     qk_norm, norm_epsilon: RMS normalisation of each head's q and k, before they are rotated, as in Qwen3 (Yang et al.
         2025, arXiv 2505.09388), and its epsilon;
-    qkv_bias: only of q, k and v; rope_theta: base of the angles by which q and k are rotated, None = no rotation: see
-        `rotate`; rope_scaling: arguments of `scale_frequencies`, such as 8,1,4,8192, None = not scaled;
-    window: w, the number of tokens that a token sees, itself included, None = all before it too. Time and memory are
-        then O(L w), and the state holds w - 1 tokens.
+    qkv_bias: only of q, k and v; rope_theta, window: see `KeyValueMemory`; with a window time and memory are O(L w);
+    rope_scaling: arguments of `scale_frequencies` as text, such as 8,1,4,8192, None = not scaled.
     """
 
     named_as_rule = True
@@ -172,9 +160,9 @@ class SoftmaxAttention(Attention[KeyValueCache]):
             check(divides, f"`softmax_heads` must divide `embed_dim` = {embed_dim}, got {softmax_heads}")
         self.num_heads = heads = softmax_heads or num_heads
         size = head_size(embed_dim, heads, head_dim, "head_dim")
-        shared = heads if kv_heads is None else kv_heads
+        groups = heads if kv_heads is None else kv_heads
         check(
-            shared >= 1 and heads % shared == 0, f"`kv_heads` must divide the number of heads, {heads}, got {kv_heads}"
+            groups >= 1 and heads % groups == 0, f"`kv_heads` must divide the number of heads, {heads}, got {kv_heads}"
         )
         if rope_theta is not None:
             check(rope_theta > 0, f"`rope_theta` must be above 0, got {rope_theta}")
@@ -184,25 +172,14 @@ class SoftmaxAttention(Attention[KeyValueCache]):
         self.memory = KeyValueMemory(window, rope_theta, None if rope_scaling is None else read_scaling(rope_scaling))
         self.constant_state = window is not None
         self.dropout = dropout
-        self.sizes = [heads * size, shared * size, shared * size]
+        self.sizes = [heads * size, groups * size, groups * size]
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=bias or qkv_bias)
         self.query_norm, self.key_norm = (layer_norm(size, True, norm_epsilon) if qk_norm else None for _ in range(2))
         self.out_proj = nn.Linear(heads * size, embed_dim, bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: KeyValueCache | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, KeyValueCache]:
-        """Return y (B, L, D) for x (B, L, D), and the cache of all tokens, or of the last window - 1.
-
-        key_padding_mask (B, L): True at tokens that other tokens do not attend to and windows do not count.
-        """
-        self.refuse_documents(first)
-        y, cache = self.memory.read(*self.project(x), state, key_padding_mask, self.dropout if self.training else 0.0)
+    def read(self, x: Tensor, state: KeyValueCache | None, marks: Marks) -> tuple[Tensor, KeyValueCache]:
+        """Return y (B, L, D) for x (B, L, D), and the cache of all tokens, or of the last window - 1."""
+        y, cache = self.memory.read(*self.project(x), state, marks.padding, self.dropout if self.training else 0.0)
         return self.out_proj(self.merge_heads(y)), cache
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,8 +207,8 @@ def rotate(x: Tensor, places: Tensor, theta: float, scaling: Scaling | None = No
     if scaling is not None:
         frequencies = scale_frequencies(frequencies, *scaling)
     angles = places.unsqueeze(-1) * frequencies
-    first, second, cos, sin = wide[..., :half], wide[..., half:], angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
+    (left, right), cos, sin = wide.split(half, -1), angles.cos(), angles.sin()
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1).to(x.dtype)
 
 
 def scale_frequencies(frequencies: Tensor, factor: float, low: float, high: float, tokens: float) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Attention, check_heads
+from fairseq_fwp.modules.attention.base import Attention, Marks, check_heads
 from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.srwm import srwm
 
@@ -57,18 +57,11 @@ class Srwm(Attention[SrwmState]):
             self.weights[..., 3 * head_dim :] += rate_mean
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: SrwmState | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, SrwmState]:
-        """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `Attention`."""
+    def read(self, x: Tensor, state: SrwmState | None, marks: Marks) -> tuple[Tensor, SrwmState]:
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
         heads = self.map(x.unflatten(-1, (self.num_heads, -1)))
         before = None if state is None else state.change
-        out, change = srwm(heads, self.weights, before, first=first, padding=key_padding_mask, backend=self.backend)
+        out, change = srwm(heads, self.weights, before, first=marks.first, padding=marks.padding, backend=self.backend)
         return self.out_proj(out.flatten(2).to(x.dtype)), SrwmState(change)
 
     def state_size(self, length: int, carried: bool = False) -> int:

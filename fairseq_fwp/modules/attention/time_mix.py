@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.base import Attention, check_heads
+from fairseq_fwp.modules.attention.base import Attention, Marks, check_heads
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.attention.memory import FastWeightState, Memory
 from fairseq_fwp.modules.attention.normalization import LengthNormalization
@@ -92,34 +92,24 @@ class TimeMix(Attention[FastWeightState]):
         self.rate_scale.fill_(1.02)
         self.bonus.fill_(-0.04)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: FastWeightState | None = None,
-        key_padding_mask: Tensor | None = None,
-        first: Tensor | None = None,
-        shared: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, FastWeightState]:
-        """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`.
-
-        shared: the first layer puts its values there, with which others mix theirs; None: there is no other layer.
-        """
+    def read(self, x: Tensor, state: FastWeightState | None, marks: Marks) -> tuple[Tensor, FastWeightState]:
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
         before = None if state is None else state.recent
-        mixed, recent = self.token_shift(x, before, key_padding_mask, first)
+        mixed, recent = self.token_shift(x, before, marks)
         x_q, x_w, x_k, x_v, x_a, x_g = mixed.unbind(0)
         q, k, v = self.q_proj(x_q), self.k_proj(x_k), self.v_proj(x_v)
         decay = rwkv7_decay(at_least_float32(self.decay(x_w)))
         rate = at_least_float32(self.rate(x_a)).sigmoid()
-        if shared is not None:
-            first_v = shared.setdefault("values", v)
+        if marks.shared is not None:
+            first_v = marks.shared.setdefault("values", v)  # of the first layer, with which others mix theirs
             if self.value is not None:
                 v = torch.lerp(v, first_v, self.value(x_v).sigmoid())
         removal_key = self.key_normalization(self.split_heads(k * self.removal_scale))
         k = (k * (1 + (rate - 1) * self.rate_scale)).to(v.dtype)
         q, k, v, decay, rate = (self.split_heads(part) for part in (q, k, v, decay, rate))
         gates = {"decay": decay, "removal_key": removal_key, "removal_rate": rate}
-        k, padded = self.memory.pad(k, gates, key_padding_mask)
-        out, after = self.memory.read(q, k, v, padded, state, first)
+        k, padded = self.memory.pad(k, gates, marks.padding)
+        out, after = self.memory.read(q, k, v, padded, state, marks.first)
         out = self.merge_heads(out).to(x.dtype)
         out = self.read_out_norm(out.flatten(0, 1)).view(out.shape)
         bonus = (q * k * self.bonus.unsqueeze(1)).sum(-1, keepdim=True) * v

@@ -189,22 +189,6 @@ def test_segments_carry_what_was_learnt(fast, kind, gradients_at, lengths):
         assert of_decay.abs().min() > 0
 
 
-def test_one_fixed_step_size_and_decay():
-    """Fixed numbers act as equal learned ones, and are not learned."""
-    layer, softmax = build()
-    fixed = FastWeightLayer(DIM, HIDDEN, step_size=0.25, decay=0.5).double()
-    fixed.load_state_dict({k: v for k, v in layer.state_dict().items() if k not in ("log_step_sizes", "decay_logits")})
-    set_step_sizes(layer, 0.25)
-    nn.init.constant_(layer.decay_logits, 0.0)
-    expected = ours = None
-    for _ in range(3):
-        x, tokens = random_features(2, 3), random_tokens(2, 3)
-        expected, ours = (
-            either(x, tokens, softmax, before and before[1]) for either, before in ((layer, expected), (fixed, ours))
-        )
-        torch.testing.assert_close(ours[0], expected[0])
-
-
 def test_one_learned_step_size_for_all_weights():
     """It acts as equal ones do, and its gradient is the sum of theirs."""
     layer, softmax = build()
