@@ -138,10 +138,10 @@ class MapCheck:
             options = {"key_dim": key_dim, "value_dim": value_dim, **options}
             layer = FastWeightAttention(12, HEADS, feature_map, rule, **options).double()
             x = torch.randn(*MAP_SIZES, layer.in_proj.out_features).bfloat16().double()
-            truth = _map_results(FastWeightAttention.compute, layer, x)
+            truth = _map_results(FastWeightAttention.map_in_pytorch, layer, x)
             for dtype in LIMITS:
                 layer.to(device, dtype)
-                yield _map_results(FastWeightAttention.compute_by_kernel, layer, x.to(device, dtype)), truth, dtype
+                yield _map_results(FastWeightAttention.map_by_kernel, layer, x.to(device, dtype)), truth, dtype
 
 
 def _map_results(

@@ -149,7 +149,7 @@ def check_counts() -> None:
     x = torch.randn(2, 9, 32, dtype=torch.bfloat16, requires_grad=True)
     projection.DEVICE, counts = "cpu", [launches()]
     with Operations() as forward:
-        q, k, v, gates, _ = layer.prepare(x)
+        q, k, v, gates, _ = layer.memory_inputs(x)
     counts.append(launches())
     results = (q, k, v, *gates.values())
     gradients = [torch.ones_like(y) for y in results]

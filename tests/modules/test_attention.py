@@ -136,7 +136,7 @@ def test_the_read_out_is_its_equation(gate, rank, norm, scale):
     layer, x = build(("delta", "silu", "neither"), **options), random(2, 6, DIM)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    out = layer.memory.read(*layer.prepare(x)[:4])[0].transpose(1, 2)
+    out = layer.memory.write_and_read(*layer.memory_inputs(x)[:4])[0].transpose(1, 2)
     if norm:
         out = out if "rms_norm" in norm else out - out.mean(-1, keepdim=True)
         out = out / (out.square().mean(-1, keepdim=True) + 0.5).sqrt() * layer.read_out_norm.weight
@@ -390,7 +390,7 @@ def test_the_delta_rnn_is_the_papers_equation():
     scaled = DeltaRnn(DIM, HEADS, layer.feedforward.feature_map, **options)
     scaled.double().load_state_dict(layer.state_dict())
     torch.testing.assert_close(scaled(x)[0], expected / 2, rtol=1e-10, atol=1e-12)  # / sqrt(d), after the recurrence
-    without = layer.merge_heads(layer.feedforward.memory.read(phi_q, phi_k, v, {"beta": beta[0]})[0])
+    without = layer.merge_heads(layer.feedforward.memory.write_and_read(phi_q, phi_k, v, {"beta": beta[0]})[0])
     without = without @ layer.out_proj.weight.T
     assert (expected - without).abs().max() > 0.1  # what is fed back matters
 

@@ -33,7 +33,7 @@ CASES = ["first position", "carried", "padding", "orthogonal keys"]
 def normalised_delta(q, k, v, beta, state=None):
     """Return the outputs, the memory and z of the delta rule with attention normalisation."""
     memory = Memory(UPDATE_RULES["delta"], NORMALIZATION, "reference")
-    out, after = memory.read(q, k, v, {"beta": beta}, state and FastWeightState(*state))
+    out, after = memory.write_and_read(q, k, v, {"beta": beta}, state and FastWeightState(*state))
     return out, after.weights, after.normalizer
 
 

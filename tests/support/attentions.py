@@ -103,7 +103,7 @@ def random(*shape):
 
 def rule_inputs(layer, x, key_padding_mask=None):
     """Return q, k, v and a list of gates of a layer in double precision: projected, mapped and normalised."""
-    q, k, v, gates, _ = layer.prepare(x, None, Marks(key_padding_mask))
+    q, k, v, gates, _ = layer.memory_inputs(x, None, Marks(key_padding_mask))
     return q, k, v, [*gates.values()]
 
 

@@ -70,8 +70,8 @@ class DeltaRnn(Attention[DeltaRnnState]):
     def read(self, x: Tensor, state: DeltaRnnState | None, marks: Marks) -> tuple[Tensor, DeltaRnnState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
         before = None if state is None else FastWeightState(state.weights)
-        q, k, v, gates, _ = self.feedforward.prepare(x, None, marks)
-        read, memory = self.feedforward.memory.read(q, k, v, gates, before, marks.first)
+        q, k, v, gates, _ = self.feedforward.memory_inputs(x, None, marks)
+        read, memory = self.feedforward.memory.write_and_read(q, k, v, gates, before, marks.first)
         out, *after = recurrent_delta(
             self._project(x),
             z=read.to(x.dtype).transpose(1, 2),

@@ -154,20 +154,20 @@ class FastWeightAttention(Attention[FastWeightState]):
 
     def read(self, x: Tensor, state: FastWeightState | None, marks: Marks) -> tuple[Tensor, FastWeightState]:
         """Return y (B, L, D) for x (B, L, D), and the state after the last token: see `Attention.forward`."""
-        q, k, v, gates, recent = self.prepare(x, state, marks)
-        out, after = self.memory.read(q, k, v, gates, state, marks.first)
+        q, k, v, gates, recent = self.memory_inputs(x, state, marks)
+        out, after = self.memory.write_and_read(q, k, v, gates, state, marks.first)
         return self.project_output(out, x), after._replace(recent=recent)
 
     def read_whole(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return y (B, L, D) of `forward` for whole sequences, which nobody continues: see `Memory.read_whole`."""
-        q, k, v, gates, _ = self.prepare(x, None, Marks(key_padding_mask))
-        return self.project_output(self.memory.read_whole(q, k, v, gates), x)
+        """Return y (B, L, D) of `forward` for whole sequences, which nobody continues: see `Memory.write_and_read_whole`."""
+        q, k, v, gates, _ = self.memory_inputs(x, None, Marks(key_padding_mask))
+        return self.project_output(self.memory.write_and_read_whole(q, k, v, gates), x)
 
     def initialize(self) -> None:
         """Draw the rule's initial biases of the gates."""
         self.gates.initialize()
 
-    def prepare(
+    def memory_inputs(
         self, x: Tensor, state: FastWeightState | None = None, marks: Marks = NO_MARKS
     ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor], Tensor | None]:
         """Return what the memory reads of x (B, L, D): q, k (B, H, L, Dk), v (B, H, L, Dv) and gates, padded.
@@ -179,7 +179,7 @@ class FastWeightAttention(Attention[FastWeightState]):
         if x.dim() != 3:  # the message is not for a compiled graph, where sizes are symbols
             raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
         projected = self.in_proj(x)
-        compute = self.compute_by_kernel if self._suits_kernel(projected) else self.compute
+        compute = self.map_by_kernel if self._suits_kernel(projected) else self.map_in_pytorch
         q, k, v, of_tokens, recent = compute(projected, state, marks)
         v = v.permute(0, 3, 1, 2, 4)
         if self.rule.steps == 1:
@@ -187,15 +187,17 @@ class FastWeightAttention(Attention[FastWeightState]):
         k, gates = self.memory.pad(k, self.gates.by_head(of_tokens), marks.padding)
         return q.squeeze(3), k, v, gates, recent
 
-    def compute(self, projected: Tensor, state: FastWeightState | None = None, marks: Marks = NO_MARKS) -> Mapped:
+    def map_in_pytorch(
+        self, projected: Tensor, state: FastWeightState | None = None, marks: Marks = NO_MARKS
+    ) -> Mapped:
         """Return what becomes of the projection (B, L, C) of x: the definition."""
-        mixed, gates, recent = self.project(projected, state, marks)
-        return Mapped(*self.map(*mixed), gates, recent)
+        mixed, gates, recent = self.split_projection(projected, state, marks)
+        return Mapped(*self.map_features(*mixed), gates, recent)
 
-    def project(
+    def split_projection(
         self, projected: Tensor, state: FastWeightState | None, marks: Marks
     ) -> tuple[list[Tensor], dict[str, Tensor], Tensor | None]:
-        """Return the inputs of `map`, gates (B, L, H, size) by name, and a convolution's inputs of the last tokens.
+        """Return the inputs of `map_features`, gates (B, L, H, size) by name, and a convolution's inputs of the last tokens.
 
         Here and below v and gates have value_heads heads.
         """
@@ -214,7 +216,7 @@ class FastWeightAttention(Attention[FastWeightState]):
             mixed = [convolved]
         return mixed, self.gates(of_gates), recent
 
-    def map(self, *mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def map_features(self, *mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return mapped and normalised q (B, H, L, 1, Dk) and k (B, H, L, N, Dk), in v's dtype, and v (B, L, N, H, Dv).
 
         mixed: q and N k, and v, of the projection (B, L, C); after a convolution they are one tensor, and v lacks SiLU.
@@ -254,16 +256,14 @@ class FastWeightAttention(Attention[FastWeightState]):
 
     # Map, normalisation and gates by one CUDA kernel, in place of the steps above.
 
-    def compute_by_kernel(
-        self, projected: Tensor, state: FastWeightState | None = None, marks: Marks = NO_MARKS
-    ) -> Mapped:
-        """Return what `compute` does, of a projection (B, L, C) that the kernel suits; `map_check` compares the two."""
+    def map_by_kernel(self, projected: Tensor, state: FastWeightState | None = None, marks: Marks = NO_MARKS) -> Mapped:
+        """Return what `map_in_pytorch` does, of a projection (B, L, C) that the kernel suits: `kernel_checks` compares them."""
         assert self.layout is not None
         if self.convolution is None:
             q, k, v, *parts = map_projection(self._add_biases(projected), self.layout, self._random_rows)
             gates, recent = self.gates.of_kernel(dict(zip(self.gates.columns, parts, strict=True))), None
         else:
-            (convolved,), gates, recent = self.project(projected, state, marks)
+            (convolved,), gates, recent = self.split_projection(projected, state, marks)
             q, k, v = map_projection(convolved, self.layout, self._random_rows)
         return Mapped(self.features_by_head(q), self.features_by_head(k), v, gates, recent)
 

@@ -84,7 +84,9 @@ class Hybrid(Attention[HybridState]):
         if marks.padding is not None:
             beta = beta.masked_fill(marks.padding.unsqueeze(1), 0)
         weights, cache = (None, None) if state is None else state
-        recent, cache = self.memory.read(q, k, v, cache, marks.padding, self.dropout if self.training else 0.0)
+        recent, cache = self.memory.write_and_read(
+            q, k, v, cache, marks.padding, self.dropout if self.training else 0.0
+        )
         q, k = (to_unit_length(F.silu(at_least_float32(u)), LEAST_SQUARE).to(v.dtype) for u in (q, k))
         whole, weights = ops.delta_rule(q * q.shape[-1] ** -0.5, k, v, beta, weights, backend=self.backend)
         y = self.read_out_norm(self._blend(whole, recent, gates[..., 1:]))

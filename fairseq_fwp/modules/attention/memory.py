@@ -60,7 +60,7 @@ class Memory:
         at_padding = {gate.name: gate.at_padding for gate in self.rule.gates if gate.at_padding is not None}
         return k, {**gates, **{name: fill(gates[name], value) for name, value in at_padding.items()}}
 
-    def read(
+    def write_and_read(
         self,
         q: Tensor,
         k: Tensor,
@@ -108,9 +108,9 @@ class Memory:
             k, v = normalization.normalize_retrieval(k, v, sums, first)
         return divisor, k, v, sums[:, :, -1].clone()  # a slice would keep all sums in memory
 
-    def read_whole(self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
-        """Return the output of `read` for whole sequences, which need no state: a sum then may not be computed."""
-        return self._read_scores(q, k, v) if self._suits_scores(q, v) else self.read(q, k, v, gates)[0]
+    def write_and_read_whole(self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
+        """Return the output of `write_and_read` for whole sequences, which need no state: a sum then may not be computed."""
+        return self._read_scores(q, k, v) if self._suits_scores(q, v) else self.write_and_read(q, k, v, gates)[0]
 
     def _suits_scores(self, q: Tensor, v: Tensor) -> bool:
         """Return whether scores are the fastest form for an empty memory: float32 or float64 on a CPU."""

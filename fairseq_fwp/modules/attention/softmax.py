@@ -52,7 +52,7 @@ class KeyValueMemory:
     def __post_init__(self) -> None:
         check(self.window is None or self.window >= 1, f"`window` must be at least 1 token, got {self.window}")
 
-    def read(
+    def write_and_read(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache | None, padding: Tensor | None, dropout: float
     ) -> tuple[Tensor, KeyValueCache]:
         """Return the output (B, H, L, d) of q, after k and v (B, G, L, d) are added, and the cache of what is kept.
@@ -179,7 +179,9 @@ class SoftmaxAttention(Attention[KeyValueCache]):
 
     def read(self, x: Tensor, state: KeyValueCache | None, marks: Marks) -> tuple[Tensor, KeyValueCache]:
         """Return y (B, L, D) for x (B, L, D), and the cache of all tokens, or of the last window - 1."""
-        y, cache = self.memory.read(*self.project(x), state, marks.padding, self.dropout if self.training else 0.0)
+        y, cache = self.memory.write_and_read(
+            *self.project(x), state, marks.padding, self.dropout if self.training else 0.0
+        )
         return self.out_proj(self.merge_heads(y)), cache
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

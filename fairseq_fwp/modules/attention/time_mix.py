@@ -109,7 +109,7 @@ class TimeMix(Attention[FastWeightState]):
         q, k, v, decay, rate = (self.split_heads(part) for part in (q, k, v, decay, rate))
         gates = {"decay": decay, "removal_key": removal_key, "removal_rate": rate}
         k, padded = self.memory.pad(k, gates, marks.padding)
-        out, after = self.memory.read(q, k, v, padded, state, marks.first)
+        out, after = self.memory.write_and_read(q, k, v, padded, state, marks.first)
         out = self.merge_heads(out).to(x.dtype)
         out = self.read_out_norm(out.flatten(0, 1)).view(out.shape)
         bonus = (q * k * self.bonus.unsqueeze(1)).sum(-1, keepdim=True) * v

@@ -162,7 +162,7 @@ class FastWeightMemory(nn.Module):
         """Return the values (B, 1, Q, S) that queries retrieve from the memory, which all pairs have written."""
         v = functional.one_hot(values, self.num_values).unsqueeze(1).to(k.dtype)
         z = k.sum(2)
-        _, state = self.memory.read(k, k, v, gates)
+        _, state = self.memory.write_and_read(k, k, v, gates)
         out = q @ state.weights
         if self.memory.normalization is None:
             return out
