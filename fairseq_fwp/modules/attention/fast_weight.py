@@ -159,7 +159,7 @@ class FastWeightAttention(Attention[FastWeightState]):
         return self.project_output(out, x), after._replace(recent=recent)
 
     def read_whole(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return y (B, L, D) of `forward` for whole sequences, which nobody continues: see `Memory.write_and_read_whole`."""
+        """Return y (B, L, D) of `forward` for whole sequences, which nobody continues."""
         q, k, v, gates, _ = self.memory_inputs(x, None, Marks(key_padding_mask))
         return self.project_output(self.memory.write_and_read_whole(q, k, v, gates), x)
 
@@ -197,7 +197,7 @@ class FastWeightAttention(Attention[FastWeightState]):
     def split_projection(
         self, projected: Tensor, state: FastWeightState | None, marks: Marks
     ) -> tuple[list[Tensor], dict[str, Tensor], Tensor | None]:
-        """Return the inputs of `map_features`, gates (B, L, H, size) by name, and a convolution's inputs of the last tokens.
+        """Return inputs of `map_features`, gates (B, L, H, size) by name, and a convolution's last inputs.
 
         Here and below v and gates have value_heads heads.
         """
@@ -257,7 +257,7 @@ class FastWeightAttention(Attention[FastWeightState]):
     # Map, normalisation and gates by one CUDA kernel, in place of the steps above.
 
     def map_by_kernel(self, projected: Tensor, state: FastWeightState | None = None, marks: Marks = NO_MARKS) -> Mapped:
-        """Return what `map_in_pytorch` does, of a projection (B, L, C) that the kernel suits: `kernel_checks` compares them."""
+        """Return what `map_in_pytorch` does, of what the kernel suits: `kernel_checks` compares the two."""
         assert self.layout is not None
         if self.convolution is None:
             q, k, v, *parts = map_projection(self._add_biases(projected), self.layout, self._random_rows)

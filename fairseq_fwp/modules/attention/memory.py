@@ -109,7 +109,7 @@ class Memory:
         return divisor, k, v, sums[:, :, -1].clone()  # a slice would keep all sums in memory
 
     def write_and_read_whole(self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
-        """Return the output of `write_and_read` for whole sequences, which need no state: a sum then may not be computed."""
+        """Return the output of `write_and_read` for whole sequences: they need no state, and a sum has none."""
         return self._read_scores(q, k, v) if self._suits_scores(q, v) else self.write_and_read(q, k, v, gates)[0]
 
     def _suits_scores(self, q: Tensor, v: Tensor) -> bool:
