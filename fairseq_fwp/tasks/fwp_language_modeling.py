@@ -115,6 +115,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
             logger.log(level, f"{split}: {len(documents):,} documents that end with {separator!r}")
         self.datasets[split] = TextBlocks(
             text,
+            self.dictionary,
             self.args.tokens_per_sample,
             self.dictionary.bos() if self.args.add_bos_token else self.dictionary.eos(),
             documents,
@@ -151,7 +152,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         batch_size = self._batch_size(max_tokens, max_sentences)
         separator, packed = self.args.reset_state_after, dataset.documents is not None
         iterator = StreamIterator(
-            Streams(dataset, batch_size, num_shards, shard_id, self.dictionary.pad(), self.dictionary.eos()),
+            Streams(dataset, batch_size, num_shards, shard_id),
             # fairseq saves and loads only the iterator over the training text.
             self.training_state if self.args.carry_state else None,
             {

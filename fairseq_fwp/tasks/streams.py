@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from fairseq.data.iterators import EpochBatchIterator
-from fairseq.data.monolingual_dataset import collate
 
 from fairseq_fwp.modules.decoding import Sample, Segment
 from fairseq_fwp.patches.hooks import Divided, SavesStates
@@ -26,14 +25,12 @@ class Streams:
     is as short as possible.
     """
 
-    def __init__(self, blocks: TextBlocks, batch_size: int, num_shards: int, shard_id: int, pad: int, eos: int) -> None:
+    def __init__(self, blocks: TextBlocks, batch_size: int, num_shards: int, shard_id: int) -> None:
         count = batch_size * num_shards
         self.blocks = blocks
         self.bounds = np.arange(count + 1) * len(blocks) // count
         self.segments = int(np.diff(self.bounds).max())
         self.own = range(shard_id * batch_size, (shard_id + 1) * batch_size)
-        self.pad = pad
-        self.eos = eos
 
     def batches(self) -> list[list[int]]:
         """Return this process's blocks for every segment; the number of segments is the same in all processes."""
@@ -47,10 +44,11 @@ class Streams:
         with --update-freq skip earlier batches.
         """
         if not items:
-            net_input = {"src_tokens": torch.tensor([[self.eos]]), "src_lengths": torch.tensor([1])}
+            dictionary = self.blocks.vocab
+            net_input = {"src_tokens": torch.tensor([[dictionary.eos()]]), "src_lengths": torch.tensor([1])}
             nothing = {"id": torch.tensor([-1]), "nsentences": 0, "ntokens": 0}
-            return {**nothing, "net_input": net_input, "target": torch.tensor([[self.pad]])}
-        batch = collate(items, self.pad, self.eos)
+            return {**nothing, "net_input": net_input, "target": torch.tensor([[dictionary.pad()]])}
+        batch = self.blocks.collater(items)
         ids = batch["id"].numpy()
         streams = np.searchsorted(self.bounds, ids, side="right") - 1
         segment = int(ids[0] - self.bounds[streams[0]])
