@@ -143,7 +143,7 @@ def test_sequences_follow_from_seed_split_and_epoch(task):
         for _ in range(2):
             data = loaded(TASKS[task](seed=seed), split)
             data.set_epoch(epoch)
-            drawn.append([tuple(data[i]["keys" if task == "retrieval" else "symbols"].tolist()) for i in range(3)])
+            drawn.append([tuple(data[i]["keys" if task == "retrieval" else "source"].tolist()) for i in range(3)])
         assert drawn[0] == drawn[1]
         if task != "retrieval" and split != "train" and epoch == 2:
             assert drawn[0] == found[1, seed, split]
@@ -182,9 +182,9 @@ def test_repeated_sequences_are_those_of_the_first_epoch():
     task = problems(**flags, repeat_sequences=True)
     data = loaded(task, "train")
     other = loaded(problems(**flags), "train")
-    first, new = ([each[i]["symbols"].tolist() for i in range(40)] for each in (data, other))
+    first, new = ([each[i]["source"].tolist() for i in range(40)] for each in (data, other))
     data.set_epoch(5)
-    assert [data[i]["symbols"].tolist() for i in range(40)] == first == new
+    assert [data[i]["source"].tolist() for i in range(40)] == first == new
     assert data[3] is data[3] and data.sizes.tolist() == [len(symbols) for symbols in first]
     found = []
     for epoch in (1, 2):
@@ -202,20 +202,21 @@ def test_shorter_sequences_end_in_padding():
     task = problems(problem="parity", length=9, valid_length=9, valid_shortest=4)
     dataset, pad = loaded(task, "valid"), task.target_dictionary.pad()
     samples = [dataset[i] for i in range(6)]
-    batch, longest = dataset.collater(samples), max(len(sample["symbols"]) for sample in samples)
+    batch, longest = dataset.collater(samples), max(len(sample["source"]) for sample in samples)
     tokens, lengths = batch["net_input"]["src_tokens"], batch["net_input"]["src_lengths"].tolist()
-    assert lengths == [len(sample["symbols"]) for sample in samples] and tokens.shape == (6, longest)
+    assert lengths == [len(sample["source"]) for sample in samples] and tokens.shape == (6, longest)
     assert len(set(lengths)) > 1 and batch["ntokens"] == sum(lengths)
     for row, answers, sample in zip(tokens, batch["target"], samples, strict=True):
-        rest = [pad] * (longest - len(sample["symbols"]))
-        assert row.tolist() == [*sample["symbols"], *rest] and answers.tolist() == [*sample["target"], *rest]
+        rest = [pad] * (longest - len(sample["source"]))
+        for found, part in ((row, "source"), (answers, "target")):
+            assert found.tolist() == [*sample[part].tolist(), *rest]
 
 
 def test_sequences_are_as_long_as_asked_and_never_longer_than_a_sample():
-    assert len(loaded(problems(length=5), "train")[0]["symbols"]) == 5  # without pairs, whose number is above
+    assert len(loaded(problems(length=5), "train")[0]["source"]) == 5  # without pairs, whose number is above
     data = loaded(problems(problem="listops", length=3, tokens_per_sample=30), "train")
     drawn = [PROBLEMS["listops"].draw(np.random.default_rng(index), Setting(length=3)) for index in range(50)]
-    assert max(len(symbols) for symbols, _ in drawn) > 30 >= max(len(data[i]["symbols"]) for i in range(50))
+    assert max(len(symbols) for symbols, _ in drawn) > 30 >= max(len(data[i]["source"]) for i in range(50))
 
 
 def test_lengths_and_queries_of_both_settings():
