@@ -37,7 +37,6 @@ from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.patches.options import Settings, option, setting, word
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
-CARRIED = "--carry-state must be left out with fwp_distillation: the teacher does not carry a state"
 # fairseq-validate has no --teacher, and looks at its old path.
 MOVED = "; if it has moved, fairseq-validate takes --model-overrides \"{'teacher': 'FILE'}\""
 # Names of the attention modules in fairseq's and this package's Transformers.
@@ -78,8 +77,8 @@ class DistillationCriterion(FairseqCriterion):
             raise ValueError(f"--teacher-weight must be in [0, 1], got {teacher_weight}")
         if ddp_backend in ("c10d", "pytorch_ddp"):
             raise ValueError(f"--ddp-backend must be legacy_ddp with fwp_distillation, got {ddp_backend}")
-        if setting(setting(task, "cfg", None), "carry_state", False):
-            raise ValueError(CARRIED)
+        if setting(setting(task, "args", None), "carry_state", False):
+            raise ValueError("--carry-state must be left out with fwp_distillation: the teacher does not carry a state")
         self.of_attention = str(word(distillation)) == ATTENTION
         if self.of_attention and teacher_weight != 1:
             raise ValueError(f"--teacher-weight must be 1 with --distillation attention, got {teacher_weight}")
@@ -89,8 +88,6 @@ class DistillationCriterion(FairseqCriterion):
 
     def forward(self, model: BaseFairseqModel, sample: Sample, reduce: bool = True) -> tuple[Tensor, int, Settings]:
         """Return the sum over the tokens, their number, and what is logged."""
-        if "state" in sample["net_input"]:
-            raise ValueError(CARRIED)
         parameter = next(model.parameters())
         (teacher,) = self._teacher
         teacher.to(parameter.device, parameter.dtype)

@@ -166,18 +166,15 @@ def test_what_does_not_fit(criterion, flags, settings, sentence):
         criterion(build_model("softmax_lm_wt103", **flags), **settings)(build_model("delta_lm_wt103"), sample)
 
 
-def test_teachers_and_samples_that_cannot_be(criterion, tmp_path):
-    task = Namespace(target_dictionary=make_dictionary(50))
-    none = str(tmp_path / "none.pt")
-    for path, says in (
-        ("", "a checkpoint to learn from, got none"),
-        (none, r"a checkpoint .*, got .*none\.pt"),
+def test_teachers_and_tasks_that_cannot_be(tmp_path):
+    words = make_dictionary(50)
+    for path, carry, says in (
+        ("", False, "--teacher must be a checkpoint to learn from, got none"),
+        (str(tmp_path / "none.pt"), False, r"--teacher must be a checkpoint .*, got .*none\.pt"),
+        ("", True, "--carry-state must be left out"),
     ):
-        with pytest.raises(ValueError, match=f"--teacher must be {says}"):
-            DistillationCriterion(task, path)
-    sample, student = language_sample(), build_model("delta_lm_wt103")
-    with pytest.raises(ValueError, match="--carry-state must be left out"):
-        criterion(student)(student, sample | {"net_input": {**sample["net_input"], "state": None}})
+        with pytest.raises(ValueError, match=says):
+            DistillationCriterion(Namespace(target_dictionary=words, args=Namespace(carry_state=carry)), path)
 
 
 def test_a_task_goes_on_with_its_own_model(monkeypatch):
