@@ -65,19 +65,16 @@ def test_a_hydra_configuration_holds_the_preset(capsys, name, arch):
     assert PRESETS_OF_MODELS[name][arch].items() <= model.items()
 
 
-@looped(
-    "arguments, says",
-    [
-        (["--hydra", "nonsense"], "must be a language model for fairseq-hydra-train.* got 'nonsense': train"),
-        (["--hydra", "sum_mt_wmt14_en_de"], "must be a language model for .* got 'sum_mt_wmt14_en_de': train"),
-        (
-            ["--flags", "delta_wt103"],
-            "--flags must be an architecture, got 'delta_wt103': nearest are delta_lm_wt103, ",
-        ),
-    ],
-)
-def test_refusals(arguments, says):
-    refused(info.main, *arguments, says=says)
+REFUSALS = [
+    ("--hydra", "nonsense", "must be a language model for fairseq-hydra-train.* got 'nonsense': train"),
+    ("--hydra", "sum_mt_wmt14_en_de", "must be a language model for .* got 'sum_mt_wmt14_en_de': train"),
+    ("--flags", "delta_wt103", "--flags must be an architecture, got 'delta_wt103': nearest are delta_lm_wt103, "),
+]
+
+
+@looped("asks, arch, says", REFUSALS)
+def test_refusals(asks, arch, says):
+    refused(info.main, asks, arch, says=says)
 
 
 @looped("arch", [arch for _, arch in ARCHS] + ["delta_dpfp2_retrieval"])

@@ -13,8 +13,7 @@ from support.command_server import run
 from support.pairwise import looped
 
 from fairseq_fwp.tasks.synthetic.data import Associations
-from fairseq_fwp.tasks.synthetic.model import FwpAssociativeRetrievalConfig
-from fairseq_fwp.tasks.synthetic.problems import GROUPS, NOT_ASKED, PROBLEMS, Setting
+from fairseq_fwp.tasks.synthetic.problems import NOT_ASKED, PROBLEMS, Setting
 from fairseq_fwp.tasks.synthetic.tasks import (
     FwpAssociativeRetrievalTask,
     FwpAssociativeRetrievalTaskConfig,
@@ -83,44 +82,6 @@ def test_a_training_query_is_the_key_of_a_pair_drawn_evenly():
         counts.append(len(places))
     # A key that occurs n times of 4 is asked with probability n / 4, so that the mean of n is E[n^2] / E[n] = 2.
     assert np.mean(counts) == pytest.approx(2, abs=0.2)
-
-
-def draw(problem):
-    """Return twenty sequences as lists of symbols and of answers."""
-    generator, setting = np.random.default_rng(1), Setting(length=30, pairs=5, symbols=7)
-    return [[part.tolist() for part in PROBLEMS[problem].draw(generator, setting)] for _ in range(20)]
-
-
-def test_parity_is_the_exclusive_or_so_far():
-    for bits, answers in draw("parity"):
-        assert answers == list(itertools.accumulate(bits, lambda odd, bit: odd ^ bit))
-
-
-@looped("name, size, moved", [("s3", 6, 3), ("a4", 12, 4), ("a5", 60, 5), ("s5", 120, 5), ("z60", 60, 60)])
-def test_a_group_asks_for_the_product_of_permutation_matrices_so_far(name, size, moved):
-    matrices = [np.eye(moved, dtype=int)[list(permutation)] for permutation in GROUPS[name]()]
-    signs = {round(np.linalg.det(matrix)) for matrix in matrices}
-    assert len(matrices) == size and signs == ({1} if name[0] == "a" else {1, -1})
-    seen = set()
-    for symbols, answers in draw(name):
-        product = np.eye(moved, dtype=int)
-        for symbol, answer in zip(symbols, answers, strict=True):
-            product = product @ matrices[symbol]
-            assert (matrices[answer] == product).all()
-            seen.add((symbol, answer))
-    assert len(seen) > min(35, 4 * size)
-
-
-def test_mqar_asks_for_the_value_that_stands_after_the_key():
-    places = set()
-    for sequence, answers in draw("mqar"):
-        keys, values = sequence[0:10:2], sequence[1:10:2]
-        assert len(set(keys)) == 5 and set(keys) <= set(range(7)) and set(values) <= set(range(7, 14))
-        assert answers[:10] == [NOT_ASKED] * 10
-        for query, answer in zip(sequence[10:], answers[10:], strict=True):
-            places.add(keys.index(query))
-            assert answer == values[keys.index(query)]
-    assert places == set(range(5))
 
 
 TASKS = {"retrieval": lambda **flags: retrieval(num_keys=12, updates_per_epoch=3, valid_sequences=12, **flags)}
@@ -263,14 +224,6 @@ def test_pairs_double_in_training_alone(flags, split, expected):
         asked = dataset[0]["target"] != task.target_dictionary.pad()
         found.append((len(asked), int(asked.sum())))
     assert found == expected
-
-
-def test_defaults_are_the_papers():
-    task = retrieval().cfg
-    assert (task.num_keys, task.with_replacement, task.length, task.valid_length) == (20, False, None, None)
-    assert (task.updates_per_epoch, task.valid_sequences) == (100, 20)
-    assert (task.stop_loss, task.stop_updates) == (0.001, 1000)
-    assert FwpAssociativeRetrievalConfig().key_dim == 64
 
 
 REFUSED = [
