@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fairseq_fwp.modules.decoding import Sample, streaming
 from fairseq_fwp.ops.checks import check
-from fairseq_fwp.patches.options import option
+from fairseq_fwp.patches.options import flag, option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.streams import StreamIterator, Streams, warn_of_age
 from fairseq_fwp.tasks.text import BLANK_LINE, JoinedLines, TextBlocks, document_starts, read_split
@@ -77,12 +77,10 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         dictionary, _ = cls.setup_dictionary(Namespace(data=args.data, output_dictionary_size=-1))
         length, separator = args.tokens_per_sample, args.reset_state_after
         check(length >= 1, f"--tokens-per-sample must be at least 1, got {length}")
-        needs = "--carry-state must be on with"
-        check(args.carry_state or not separator, f"{needs} --reset-state-after, got off")
-        from_training = args.validate_from_training_state
-        check(args.carry_state or not from_training, f"{needs} --validate-from-training-state, got off")
+        for name in ("reset_state_after", "validate_from_training_state"):
+            check(args.carry_state or not getattr(args, name), f"--carry-state must be on with {flag(name)}, got off")
         check(
-            not (separator and from_training),
+            not (separator and args.validate_from_training_state),
             f"--reset-state-after must be left out with --validate-from-training-state, got {separator!r}",
         )
         if separator and dictionary and separator != BLANK_LINE:

@@ -56,13 +56,8 @@ class Streams:
             first = torch.nn.utils.rnn.pad_sequence([item["first"] for item in items], batch_first=True)
             batch["net_input"]["first"] = first
         fresh = self.blocks.starts_document[ids] | (segment == 0)
-        of_rows: Segment = {
-            "segment": segment,
-            "last": segment == self.segments - 1,
-            "streams": streams.tolist(),
-            "fresh": fresh.tolist(),
-        }
-        return {**batch, **of_rows}
+        last = segment == self.segments - 1
+        return {**batch, **Segment(segment=segment, last=last, streams=streams.tolist(), fresh=fresh.tolist())}
 
 
 def trained_age(saved: dict[str, Any]) -> int | None:

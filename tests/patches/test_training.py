@@ -360,16 +360,16 @@ def test_graphs_are_refused_where_there_are_none(monkeypatch, gpu, cpu, processe
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     cfg = SimpleNamespace(
         model=SimpleNamespace(cuda_graphs=True),
-        common=SimpleNamespace(cpu=cpu, amp=amp),
+        common=SimpleNamespace(cpu=cpu, amp=amp, fp16=False),
         distributed_training=SimpleNamespace(distributed_world_size=processes),
     )
     init = Mock()
     if sentence:
         with pytest.raises(SystemExit) as raised:
-            training.refuse_graphs(init, None, cfg)
+            training.refuse_what_needs_a_gpu(init, None, cfg)
         assert str(raised.value) == f"--cuda-graphs {sentence}"
     else:
-        training.refuse_graphs(init, None, cfg)
+        training.refuse_what_needs_a_gpu(init, None, cfg)
     cfg.model.cuda_graphs = False
-    training.refuse_graphs(init, None, cfg)
+    training.refuse_what_needs_a_gpu(init, None, cfg)
     assert init.call_count == (1 if sentence else 2)
