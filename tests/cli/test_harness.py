@@ -168,9 +168,8 @@ GREEDY = [
 def test_the_most_probable_tokens_by_any_name(folder, settings):
     """As tasks of lm_eval ask for them."""
     lm = load(folder)
-    assert lm.generate_until(asked(("w1", {"until": ["no"], "max_gen_toks": 5, **settings}))) == [
-        lm.generate("w1", ["no"], 5, 0.0)
-    ]
+    asks = asked(("w1", {"until": ["no"], "max_gen_toks": 5, **settings}))
+    assert lm.generate_until(asks) == [lm.generate("w1", ["no"], 5, 0.0)]
 
 
 def test_a_context_leaves_learned_positions_for_new_tokens(folder):

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,17 +17,8 @@ from support.small_models import SMALL, configure
 
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
+OPTIMIZER = SimpleNamespace(backward=torch.Tensor.backward, step=lambda: None)  # what a task asks of fairseq's
 SETTINGS = {**SMALL, "dropout": 0.0, "fwp_backend": "reference"}
-
-
-class Optimizer:
-    """Return the settings that a task needs from fairseq."""
-
-    def backward(self, loss):
-        loss.backward()
-
-    def step(self):
-        pass
 
 
 @pytest.fixture
@@ -75,8 +67,8 @@ def train(task, model, samples, criterion):
     """Return the results of fairseq's training step on each sample, with gradients."""
     results = []
     for sample in samples:
-        results.append(task.train_step(sample, model, criterion, Optimizer(), update_num=0))
-        task.optimizer_step(Optimizer(), model, update_num=0)
+        results.append(task.train_step(sample, model, criterion, OPTIMIZER, update_num=0))
+        task.optimizer_step(OPTIMIZER, model, update_num=0)
     return results
 
 
@@ -217,8 +209,8 @@ def test_an_update_that_is_tried_again_starts_where_it_started(setup):
     expected = [result[0].detach() for result in train(task, model, samples, criterion)]
 
     def update(group):
-        losses = [task.train_step(sample, model, criterion, Optimizer(), 0)[0].detach() for sample in group]
-        task.optimizer_step(Optimizer(), model, 0)
+        losses = [task.train_step(sample, model, criterion, OPTIMIZER, 0)[0].detach() for sample in group]
+        task.optimizer_step(OPTIMIZER, model, 0)
         return losses
 
     for start in range(0, len(samples), 2):

@@ -6,7 +6,6 @@ import re
 import runpy
 import shutil
 from argparse import Namespace
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -31,19 +30,9 @@ PROGRAM = str(Path(__file__).parents[2] / "recipes/onnx/generate.py")  # without
 
 
 @pytest.fixture
-def make_task(tmp_path):
+def make_task(load_task):
     """A function make_task(lines, **flags) -> a task that has loaded them as train."""
-
-    def make(lines, **flags):
-        write_dictionary(tmp_path / "data", WORDS)
-        write_split(tmp_path / "data" / "train", lines, WORDS)
-        defaults = {option.name: option.default for option in fields(FwpLinesConfig)}
-        flags = {"data": str(tmp_path / "data"), "dataset_impl": None, **flags}
-        task = FwpLinesTask.setup_task(Namespace(**{**defaults, **flags}))
-        task.load_dataset("train")
-        return task
-
-    return make
+    return lambda lines, **flags: load_task(FwpLinesTask, FwpLinesConfig, {"train": lines}, **flags)
 
 
 def batches(task, epoch=1, **flags):

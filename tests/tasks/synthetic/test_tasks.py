@@ -8,8 +8,8 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-import torch
 from support.command_server import run
+from support.jobs import check_same_bits, losses, validations
 from support.pairwise import looped
 
 from fairseq_fwp.tasks.synthetic.data import Associations
@@ -263,7 +263,7 @@ def test_settings_without_a_sequence_are_refused(attempt, flags, message):
 
 
 @looped(
-    "losses, ended",
+    "evaluated, ended",
     [
         ([0.5, 0.002], False),
         ([0.5, 0.001], True),
@@ -272,13 +272,13 @@ def test_settings_without_a_sequence_are_refused(attempt, flags, message):
         ([math.nan, math.nan, math.nan], True),
     ],
 )
-def test_training_ends_when_solved_or_without_progress(losses, ended):
+def test_training_ends_when_solved_or_without_progress(evaluated, ended):
     """Then no epoch follows."""
     task = retrieval(num_keys=4, stop_updates=300, updates_per_epoch=100)
     iterator = task.get_batch_iterator(loaded(task, "train"), max_sentences=4)
     for _ in iterator.next_epoch_itr():
         pass
-    for index, loss in enumerate(losses):
+    for index, loss in enumerate(evaluated):
         assert not task.ended and iterator.next_epoch_idx <= math.inf
         task.post_validate(None, {"loss": loss, "num_updates": 100 * (index + 1)}, None)
         task.post_validate(None, {"loss": 0.0, "num_updates": 100 * (index + 1)}, None)  # of another subset
@@ -293,14 +293,6 @@ def train(save_dir, *flags):
     )  # fmt: skip
 
 
-def evaluations(log):
-    return re.findall(r"valid on 'valid' subset \| loss ([\d.e-]+)", log)
-
-
-def training_losses(log):
-    return re.findall(r"train_inner .* loss=([\d.e-]+)", log)
-
-
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_bit_for_bit_and_ends_where_the_whole_one_does(tmp_path):
     """Interrupted in mid-epoch, with random draws of FAVOR+, and an end without progress."""
@@ -309,19 +301,17 @@ def test_an_interrupted_run_goes_on_bit_for_bit_and_ends_where_the_whole_one_doe
     whole = train(tmp_path / "whole", *flags)
     assert "arning" not in whole and "the training ends" in whole and "done training" in whole
     parts = [train(tmp_path / "parts", *flags, "--max-update", update) for update in (7, 100_000)]
-    assert [loss for part in parts for loss in training_losses(part)] == training_losses(whole)
+    assert [loss for part in parts for loss in losses(part)] == losses(whole)
     assert "the training ends" in parts[1]
-    first, *others = (evaluations(log) for log in (whole, *parts))
+    first, *others = map(validations, (whole, *parts))
     assert first == others[0][:1] + others[1]  # without the evaluation at update 7
-    models = [torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=True) for name in ("whole", "parts")]
-    for name, value in models[0]["model"].items():
-        assert torch.equal(value, models[1]["model"][name]), name
+    check_same_bits(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_training_solves_a_small_task_and_ends(tmp_path):
     flags = ["--arch", "delta_dpfp1_retrieval", "--num-keys", 3, "--with-replacement", "--updates-per-epoch", 50]
     log = train(tmp_path, *flags, "--max-update", 3000, "--lr", "1e-2", "--stop-loss", 0.01)
-    found = [float(loss) for loss in evaluations(log)]
+    found = [*map(float, validations(log))]
     assert all(loss > 0.01 for loss in found[:-1]) and found[-1] <= 0.01
     assert all(later != earlier for earlier, later in itertools.pairwise(found))
 
