@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import sqlitedict
 import torch
-from cli.test_eval_lm import evaluate
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
@@ -20,6 +19,7 @@ from lm_eval.api.model import CachingLM
 from lm_eval.loggers import EvaluationTracker, evaluation_tracker
 from support.pairwise import looped
 from support.refusals import refused
+from support.scoring import evaluate
 from support.small_text import SIZE, prepare_random_text, train_model
 
 from fairseq_fwp.cli import harness

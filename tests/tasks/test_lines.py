@@ -1,6 +1,5 @@
 """Separate lines: what a model reads and predicts of each, in training, evaluation, generation and Python."""
 
-import json
 import math
 import re
 import runpy
@@ -10,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fairseq import options
 from fairseq.data import data_utils
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq_cli import eval_lm as fairseq_eval_lm
 from support.command_server import run
 from support.jobs import hypotheses
 from support.pairwise import looped
 from support.refusals import refused
+from support.scoring import evaluate, fairseqs_bits
 from support.small_text import SIZE, train_model, write_dictionary, write_split
 
 import fairseq_fwp
@@ -133,20 +130,15 @@ def trained(tmp_path_factory, request):
 def test_a_model_is_evaluated_as_it_was_trained(trained):
     """By both commands, and by the other start where it is named."""
     folder = trained.folder
-    files = ["--json", str(folder / "j.json"), "--scores", str(folder / "scores.tsv")]
     for other in (None, *STARTS):
         expected, flags = trained.of_all_lines(other), ["--line-start", other] if other else []
-        eval_lm.main([str(folder), "--path", str(trained.path), "--cpu", *files, *flags])
+        result = evaluate(folder, "--scores", folder / "scores.tsv", *flags, data=".", path="checkpoint_last.pt")
         rows = [line.split("\t") for line in (folder / "scores.tsv").read_text().splitlines()[1:]]
         scores = torch.tensor([float(row[2]) for row in rows], dtype=torch.float64)
         torch.testing.assert_close(scores, expected, rtol=0, atol=2e-5)
-        result = json.loads((folder / "j.json").read_text())
         assert result["tokens"] == len(expected) and result["protocol"].startswith("each line by itself, ")
-    flags = ["--gen-subset", "test", "--batch-size", 3, "--log-format", "none", "--num-workers", 0]
-    given = [*map(str, [folder, *trained.flags, *flags])]
-    args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=given)
-    bits = fairseq_eval_lm.main(convert_namespace_to_omegaconf(args))
-    assert bits["loss"] == pytest.approx(-float(trained.of_all_lines().mean()) / math.log(2), rel=1e-5)
+    bits = fairseqs_bits(folder, trained.path, *trained.flags)
+    assert bits == pytest.approx(-float(trained.of_all_lines().mean()) / math.log(2), rel=1e-5)
 
 
 @looped(
@@ -327,8 +319,7 @@ def test_a_start_of_lines_is_read_by_every_command(trained, tmp_path):
     (data := tmp_path / "data").mkdir()
     shutil.copy(folder / "dict.txt", data)
     write_split(data / "test", [tokens[0, 1:].tolist()], WORDS)
-    eval_lm.main([str(data), "--path", str(path), "--cpu", "--json", str(tmp_path / "j.json")])
-    loss = json.loads((tmp_path / "j.json").read_text())["loss"]
+    loss = evaluate(tmp_path, path=str(path))["loss"]
     assert (score, -3 * math.log(perplexity), -3 * loss) == pytest.approx([expected] * 3, abs=1e-4)
 
 
