@@ -3,7 +3,6 @@
 import logging
 import os
 from argparse import Namespace
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Optional, TypeAlias
 
@@ -66,8 +65,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
 
     def __init__(self, args: Namespace, dictionary: Dictionary) -> None:
         super().__init__(args, dictionary)
-        self.training_state = CarriedState()
-        self.validation_state = CarriedState()
+        self.training_state = CarriedState(off=not args.carry_state)
+        self.validation_state = CarriedState(off=not args.carry_state)
         self.packs_documents = False
         self.trained_segments: int | None = None  # of a stream; fairseq asks for those of training first
 
@@ -209,7 +208,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         return super().eval_lm_dataloader(dataset, *args, **kwargs)
 
     def train_step(self, sample: Sample, model: FairseqLanguageModel, *args: object, **kwargs: object) -> StepResult:
-        with self._carried(self.training_state, model, sample) as sample:
+        with self.training_state.carried(model, sample) as sample:
             return super().train_step(sample, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: FairseqLanguageModel, update_num: int) -> None:
@@ -219,14 +218,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
     def valid_step(self, sample: Sample, model: FairseqLanguageModel, criterion: FairseqCriterion) -> StepResult:
         if self.args.validate_from_training_state and sample.get("segment") == 0:
             self.validation_state, sample = self.training_state.continue_with(sample)
-        with self._carried(self.validation_state, model, sample) as sample:
+        with self.validation_state.carried(model, sample) as sample:
             result = super().valid_step(sample, model, criterion)
         if sample.get("last"):
-            self.validation_state = CarriedState()  # its memory is for training
+            self.validation_state = CarriedState(off=not self.args.carry_state)  # its memory is for training
         return result
-
-    def _carried(
-        self, state: CarriedState, model: FairseqLanguageModel, sample: Sample
-    ) -> AbstractContextManager[Sample]:
-        """Give the sample for a step of fairseq's, with the state of its streams if one is carried."""
-        return state.carried(model, sample) if self.args.carry_state else nullcontext(sample)

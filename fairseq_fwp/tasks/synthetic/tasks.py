@@ -332,6 +332,3 @@ class FwpSequenceProblemsTask(GeneratedTask):
         return ProblemSequences(
             self.problem, self.setting(training), *tokens, doubling, repeated, seed=seed, count=count
         )
-
-    def max_positions(self) -> None:
-        """Return None: all sequences are short enough."""
