@@ -19,6 +19,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 from torch import Tensor
+from torch.utils.data import Subset
 
 from fairseq_fwp.modules.decoding import END, STARTS, Beginning, Sample
 from fairseq_fwp.ops.checks import check
@@ -62,22 +63,18 @@ class Lines(MonolingualDataset):
     first: the token that is read before each line, None = the line's first word. Their order is random, by length.
     """
 
-    supports_prefetch = False  # its numbers are not those of the indexed data set
-
     def __init__(self, lines: FairseqDataset, first: int | None, dictionary: Dictionary) -> None:
         targets = np.asarray(lines.sizes) - (first is None)
         self.first, self.places = first, np.flatnonzero(targets)
-        super().__init__(lines, targets[self.places], dictionary, shuffle=True)
+        kept = Subset(lines, self.places)  # type: ignore[arg-type]  # an array of integers will do
+        super().__init__(kept, targets[self.places], dictionary, shuffle=True)
 
     def __getitem__(self, index: int) -> Sample:
         """Return {"id", "source" (L,), "target" (L,)}."""
-        tokens = self.dataset[int(self.places[index])].long()
+        tokens = self.dataset[index].long()
         if self.first is not None:
             tokens = torch.cat([tokens.new_tensor([self.first]), tokens])
         return {"id": int(index), "source": tokens[:-1], "target": tokens[1:]}
-
-    def __len__(self) -> int:
-        return len(self.sizes)
 
 
 @register_task(LINES, dataclass=FwpLinesConfig)
