@@ -151,7 +151,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         iterator = StreamIterator(
             Streams(dataset, batch_size, num_shards, shard_id),
             # fairseq saves and loads only the iterator over the training text.
-            self.training_state if self.args.carry_state else None,
+            self.training_state,
             {
                 "processes": num_shards,
                 "--batch-size": batch_size,

@@ -85,14 +85,13 @@ def warn_of_age(age: int, trained: int | None, remedy: str) -> None:
 class StreamIterator(EpochBatchIterator, SavesStates, Divided):
     """The batches of one process, never shuffled; it is saved with the states of all processes.
 
-    carried: the state of its streams in training, None = no state; settings: values, by name, that must not change in
-    mid-epoch.
+    carried: the state of its streams in training; settings: values, by name, that must not change in mid-epoch.
     """
 
     division = "streams"  # which `settings` describe; the batches of one process do not
 
     def __init__(
-        self, streams: Streams, carried: CarriedState | None, settings: dict[str, Any], shard_id: int, **kwargs: object
+        self, streams: Streams, carried: CarriedState, settings: dict[str, Any], shard_id: int, **kwargs: object
     ) -> None:
         # fairseq distributes batches over processes one by one; streams stay in their process.
         super().__init__(streams.blocks, streams.collate, streams.batches(), disable_shuffling=True, **kwargs)
@@ -103,7 +102,7 @@ class StreamIterator(EpochBatchIterator, SavesStates, Divided):
 
     def collect_states(self, group: Any) -> None:
         """Send the states of all processes to the first one, which saves them; every process must call it."""
-        if self.carried is None or self.end_of_epoch():
+        if self.carried.off or self.end_of_epoch():
             return
         self.states = [self.carried.save()]
         if group is not None:
@@ -128,6 +127,6 @@ class StreamIterator(EpochBatchIterator, SavesStates, Divided):
                     f"{difference or 'of another task'}: give the same settings, or --reset-dataloader to begin at the "
                     "start of the text"
                 )
-            if self.carried is not None:
+            if not self.carried.off:
                 self.carried.load(state_dict["states"][self.process])
         super().load_state_dict(state_dict)

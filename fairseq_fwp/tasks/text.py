@@ -69,14 +69,13 @@ class TextBlocks(MonolingualDataset):
     ) -> None:
         documents = np.zeros(1, dtype=np.int64) if document_starts is None else document_starts
         self.documents = documents if packed else None
-        if packed:
-            documents = documents[:1]
-        ends = np.append(documents[1:], len(text))
-        starts = [np.arange(*document, block_size) for document in zip(documents, ends, strict=True)]
+        cuts = documents[:1] if packed else documents
+        ends = np.append(cuts[1:], len(text))
+        starts = [np.arange(*cut, block_size) for cut in zip(cuts, ends, strict=True)]
         self.text = text
         self.start_token = start_token
         self.bounds = np.append(np.concatenate(starts), len(text))
-        self.starts_document = np.isin(self.bounds[:-1], documents if document_starts is None else document_starts)
+        self.starts_document = np.isin(self.bounds[:-1], documents)
         super().__init__(text, np.diff(self.bounds), dictionary)
 
     def __getitem__(self, index: int) -> Sample:
