@@ -37,7 +37,6 @@ from fairseq_fwp.ops.arguments import at_least_float32
 from fairseq_fwp.patches.options import Settings, option, setting, word
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
-CARRIED = "--carry-state must be left out with fwp_distillation: the teacher does not carry a state"
 # fairseq-validate has no --teacher, and looks at its old path.
 MOVED = "; if it has moved, fairseq-validate takes --model-overrides \"{'teacher': 'FILE'}\""
 # Names of the attention modules in fairseq's and this package's Transformers.
@@ -78,8 +77,8 @@ class DistillationCriterion(FairseqCriterion):
             raise ValueError(f"--teacher-weight must be in [0, 1], got {teacher_weight}")
         if ddp_backend in ("c10d", "pytorch_ddp"):
             raise ValueError(f"--ddp-backend must be legacy_ddp with fwp_distillation, got {ddp_backend}")
-        if setting(setting(task, "cfg", None), "carry_state", False):
-            raise ValueError(CARRIED)
+        if setting(setting(task, "args", None), "carry_state", False):
+            raise ValueError("--carry-state must be left out with fwp_distillation: the teacher does not carry a state")
         self.of_attention = str(word(distillation)) == ATTENTION
         if self.of_attention and teacher_weight != 1:
             raise ValueError(f"--teacher-weight must be 1 with --distillation attention, got {teacher_weight}")
@@ -89,8 +88,6 @@ class DistillationCriterion(FairseqCriterion):
 
     def forward(self, model: BaseFairseqModel, sample: Sample, reduce: bool = True) -> tuple[Tensor, int, Settings]:
         """Return the sum over the tokens, their number, and what is logged."""
-        if "state" in sample["net_input"]:
-            raise ValueError(CARRIED)
         parameter = next(model.parameters())
         (teacher,) = self._teacher
         teacher.to(parameter.device, parameter.dtype)
@@ -121,21 +118,19 @@ class DistillationCriterion(FairseqCriterion):
         target = sample["target"] if self.weight == 1 else model.get_targets(sample, out)
         real = target.ne(self.padding_idx)
         target = target[real]
-        of_model, of_its_teacher = (getattr(of.decoder, "adaptive_softmax", None) for of in (model, teacher))
-        if isinstance(of_model, AdaptiveSoftmax) and of_its_teacher is None:  # of all words it has no gradient
+        softmaxes = [getattr(of.decoder, "adaptive_softmax", None) for of in (model, teacher)]
+        if isinstance(softmaxes[0], AdaptiveSoftmax) and softmaxes[1] is None:  # of all words it has no gradient
             raise ValueError("--adaptive-softmax-cutoff must be left out, because the teacher has no adaptive softmax")
 
-        def scores(
-            of: BaseFairseqModel, softmax: AdaptiveSoftmax | None, output: Any
-        ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-            if softmax is None or of_model is None or of_its_teacher is None:
+        def scores(of: BaseFairseqModel, output: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
+            if None in softmaxes:
                 return [at_least_float32(of.get_normalized_probs(output, log_probs=True)[real])], [target]
-            parts, targets = softmax(output[0][real].unsqueeze(0), target)
+            parts, targets = of.decoder.adaptive_softmax(output[0][real].unsqueeze(0), target)
             return [None if part is None else at_least_float32(part).log_softmax(-1) for part in parts], targets
 
-        ours, targets = scores(model, of_model, out)
+        ours, targets = scores(model, out)
         with torch.no_grad():
-            theirs, _ = scores(teacher, of_its_teacher, teacher(**sample["net_input"]))
+            theirs, _ = scores(teacher, teacher(**sample["net_input"]))
         if len(ours) != len(theirs):
             got = f"{len(ours)}: give the teacher's --adaptive-softmax-cutoff"
             raise ValueError(f"the model must have the teacher's {len(theirs)} clusters of words, got {got}")

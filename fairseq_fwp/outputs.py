@@ -40,15 +40,23 @@ def _locked(folder: Path, wait: bool) -> Iterator[bool]:
     """Hold the lock of a folder; yield False if another process has it, and without locks, as in some systems."""
     with contextlib.ExitStack() as stack:
         try:
-            import fcntl  # Windows has no such module
-
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            lock(folder, stack, wait)
             alone = True
         except (ImportError, OSError):
             alone = False
         yield alone
+
+
+def lock(folder: Path, until: contextlib.ExitStack, wait: bool = False) -> None:
+    """Lock a folder until the stack is closed or this process ends.
+
+    Raises BlockingIOError if another process has it, ImportError or OSError where there are no locks.
+    """
+    import fcntl  # Windows has no such module
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    until.callback(os.close, descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
 @contextlib.contextmanager

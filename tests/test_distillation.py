@@ -26,7 +26,9 @@ def criterion(monkeypatch):
     return make
 
 
-def language_sample():
+@pytest.fixture
+def sample():
+    """A batch for language models."""
     tokens = random_tokens(3, 8)
     tokens[1, 5:] = PAD
     net_input = {"src_tokens": tokens[:, :-1], "src_lengths": torch.tensor([7, 4, 7])}
@@ -56,9 +58,8 @@ def divergence_of(ours, theirs):
 
 
 @looped("weight", [1.0, 0.3])
-def test_the_distribution_of_a_language_model(criterion, weight):
+def test_the_distribution_of_a_language_model(criterion, sample, weight):
     student, teacher = build_model("delta_lm_wt103"), build_model("softmax_lm_wt103")
-    sample = language_sample()
     loss, tokens, log = criterion(teacher, teacher_weight=weight)(student, sample)
     kept, (ours, theirs) = sample["target"].ne(PAD), (log_probs(of, sample) for of in (student, teacher))
     divergence, nll = divergence_of(ours, theirs), F.nll_loss(ours, sample["target"][kept], reduction="sum")
@@ -69,10 +70,9 @@ def test_the_distribution_of_a_language_model(criterion, weight):
     torch.testing.assert_close(gradients(loss, student), gradients(expected, student))
 
 
-def test_an_adaptive_softmax_is_compared_cluster_by_cluster(criterion):
+def test_an_adaptive_softmax_is_compared_cluster_by_cluster(criterion, sample):
     flags = {"adaptive_softmax_cutoff": "10,30"}
     student, teacher = build_model("delta_lm_wt103", **flags), build_model("softmax_lm_wt103", **flags)
-    sample = language_sample()
     loss, _, log = criterion(teacher)(student, sample)
     target = sample["target"][sample["target"].ne(PAD)]
     probs = [log_probs(of, sample).exp() for of in (student, teacher)]
@@ -91,10 +91,9 @@ def test_an_adaptive_softmax_is_compared_cluster_by_cluster(criterion):
 
 
 @looped("arch", ["delta_lm_wt103", "decay_lm_wt103", "gated_delta_lm_wt103", "fwp_xl_lm"])
-def test_the_output_of_each_attention_of_a_language_model(criterion, arch):
+def test_the_output_of_each_attention_of_a_language_model(criterion, sample, arch):
     flags = {"mem_len": 0} if arch == "fwp_xl_lm" else {}
     student, teacher = build_model(arch, **flags), build_model("softmax_lm_wt103" if not flags else arch, **flags)
-    sample = language_sample()
     inputs = {}
     for name, module in attentions(teacher).items():
         module.register_forward_hook(lambda _, given, out, name=name: inputs.update({name: (given, out[0])}))
@@ -128,10 +127,9 @@ def test_translation_models_teach_and_learn(criterion, arch, distillation):
     assert all(x.grad is None for x in teacher.parameters()) or teacher is student
 
 
-def test_words_that_both_give_no_probability(criterion):
+def test_words_that_both_give_no_probability(criterion, sample):
     """Absent words can be targets, such as a line end that a converted vocabulary lacks. The teacher's weight is 1."""
     student, teacher = build_model("delta_lm_wt103"), build_model("softmax_lm_wt103")
-    sample = language_sample()
     for model in (student, teacher):
         weights = model.state_dict()
         weights["decoder.adaptive_softmax.bias"][sample["target"][0, 0]] = -torch.inf
@@ -159,25 +157,21 @@ WRONG = [
 
 
 @looped("flags, settings, sentence", WRONG)
-def test_what_does_not_fit(criterion, flags, settings, sentence):
-    sample = language_sample()
+def test_what_does_not_fit(criterion, sample, flags, settings, sentence):
     sample["net_input"]["src_tokens"].clamp_(max=39)
     with pytest.raises(ValueError, match=sentence):
         criterion(build_model("softmax_lm_wt103", **flags), **settings)(build_model("delta_lm_wt103"), sample)
 
 
-def test_teachers_and_samples_that_cannot_be(criterion, tmp_path):
-    task = Namespace(target_dictionary=make_dictionary(50))
-    none = str(tmp_path / "none.pt")
-    for path, says in (
-        ("", "a checkpoint to learn from, got none"),
-        (none, r"a checkpoint .*, got .*none\.pt"),
+def test_teachers_and_tasks_that_cannot_be(tmp_path):
+    words = make_dictionary(50)
+    for path, carry, says in (
+        ("", False, "--teacher must be a checkpoint to learn from, got none"),
+        (str(tmp_path / "none.pt"), False, r"--teacher must be a checkpoint .*, got .*none\.pt"),
+        ("", True, "--carry-state must be left out"),
     ):
-        with pytest.raises(ValueError, match=f"--teacher must be {says}"):
-            DistillationCriterion(task, path)
-    sample, student = language_sample(), build_model("delta_lm_wt103")
-    with pytest.raises(ValueError, match="--carry-state must be left out"):
-        criterion(student)(student, sample | {"net_input": {**sample["net_input"], "state": None}})
+        with pytest.raises(ValueError, match=says):
+            DistillationCriterion(Namespace(target_dictionary=words, args=Namespace(carry_state=carry)), path)
 
 
 def test_a_task_goes_on_with_its_own_model(monkeypatch):
@@ -194,11 +188,10 @@ def test_a_task_goes_on_with_its_own_model(monkeypatch):
     assert task.sequence_generator == "of the student"
 
 
-def test_attentions_are_those_of_the_model_that_is_wrapped():
+def test_attentions_are_those_of_the_model_that_is_wrapped(sample):
     model, wrapped = build_model("delta_lm_wt103"), torch.nn.Module()
     wrapped.module = model
     assert attentions(wrapped) == attentions(model)
-    sample = language_sample()
     assert attention_error(wrapped, model, sample["net_input"], PAD) < 1e-12
 
 

@@ -9,21 +9,16 @@ from typing import Any
 
 
 def output_file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"it must be a file in a folder that exists, got {text}")
-    return check_writable(path)
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"it must be a file, got the folder {text}")
+    return output_folder(text)
 
 
 def output_folder(text: str) -> Path:
+    """Return a path that can be written, also if it is a device: an evaluation may take hours before it is."""
     path = Path(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"it must be in a folder that exists, got {text}")
-    return check_writable(path)
-
-
-def check_writable(path: Path) -> Path:
-    """Return a path that can be written, also if it is a device: an evaluation may take hours before it is."""
     special = path.exists() and not path.is_file()
     if not os.access(path if special else path.resolve().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"it must be where this user can write, got {path}")

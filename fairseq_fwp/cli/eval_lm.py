@@ -187,17 +187,14 @@ def run(args: Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     command = make_parser(__doc__)
-    add, protocol = command.add_argument, command.add_mutually_exclusive_group()
+    add, choose = command.add_argument, command.add_mutually_exclusive_group().add_argument
     add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
     add("--path", required=True, help="the checkpoint")
     add("--gen-subset", default="test", metavar="SPLIT", help="split to evaluate: train, valid, test, ... (test)")
     add("--tokens-per-sample", type=positive, metavar="N", help="tokens of a window or segment (as in training)")
-    last = "number of last tokens that a window scores (1)"
-    protocol.add_argument("--stride", type=positive, metavar="N", help=last)
-    first = "number of first tokens that a window does not score"
-    protocol.add_argument("--context-window", type=int, metavar="N", help=first)
-    carried = "read the text once, carrying the state to the next segment"
-    protocol.add_argument("--carry-state", action="store_true", help=carried)
+    choose("--stride", type=positive, metavar="N", help="number of last tokens that a window scores (1)")
+    choose("--context-window", type=int, metavar="N", help="number of first tokens that a window does not score")
+    choose("--carry-state", action="store_true", help="read the text once, carrying the state to the next segment")
     reset = "reset the state and the weights after this symbol, or after each blank-line"
     warm = "with --carry-state: last tokens of the training text that are read before the text, not scored (0)"
     add("--warm-up", type=positive, metavar="N", help=warm)
@@ -205,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     add("--streams", type=positive, metavar="N", help=parts)
     add("--reset-after", metavar="SYMBOL", help=reset)
     lines = "read each line by itself, after </s> (end) or from its first word on, which is not scored (word)"
-    protocol.add_argument("--line-start", choices=[*BY_LINES], help=lines)
+    choose("--line-start", choices=[*BY_LINES], help=lines)
     rule = "rule by which the model learns from each window after it is scored"
     add("--dynamic", choices=["sgd", "rms", "rms-sum"], help=rule)
     add("--dynamic-lr", type=non_negative, metavar="LR", help="step size; required with --dynamic")

@@ -5,7 +5,6 @@ token: its position in the document, its count in the training text, and how oft
 """
 
 import csv
-import io
 import math
 from bisect import bisect
 from collections import Counter
@@ -14,9 +13,10 @@ from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from fairseq_fwp.checkpoints.pretrained.dictionary import read_dictionary
-from fairseq_fwp.cli import write_whole
-from fairseq_fwp.cli.plot_style import load_pyplot, save
+from fairseq_fwp.cli.plot_style import load_pyplot, save, save_table
 
 END = "</s>"  # of a line
 # The lowest value of each group. Clark et al. give no numbers for theirs.
@@ -36,25 +36,17 @@ class Token(NamedTuple):
     seen: int
 
 
-class Sums(NamedTuple):
-    """The number of tokens of a group, the sum of their gains, and that of the squares."""
+class Bar(NamedTuple):
+    """A group of tokens: its name, number, mean gain, and half of the mean's 95 % interval, for independent tokens."""
 
-    tokens: int = 0
-    total: float = 0.0
-    squares: float = 0.0
+    name: str
+    tokens: int
+    mean: float
+    half_interval: float
 
-    def add(self, gain: float) -> "Sums":
-        return Sums(self.tokens + 1, self.total + gain, self.squares + gain * gain)
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.tokens
-
-    @property
-    def half_interval(self) -> float:
-        """Half of the mean's 95 % interval, as if tokens were independent; of two tokens or more."""
-        variance = max(0.0, self.squares - self.total * self.mean) / (self.tokens - 1)
-        return 1.96 * math.sqrt(variance / self.tokens)
+    @classmethod
+    def of(cls, name: str, gains: list[float]) -> "Bar":
+        return cls(name, len(gains), float(np.mean(gains)), 1.96 * float(np.std(gains, ddof=1)) / len(gains) ** 0.5)
 
 
 def read_scores(path: Path) -> Iterator[tuple[str, float]]:
@@ -97,16 +89,18 @@ def compare(base: Path, model: Path, block: int | None) -> Iterator[Token]:
         line_begins = word == END
 
 
-def group(tokens: Iterator[Token], counts: dict[str, int]) -> dict[str, list[Sums]]:
-    """Return the sums of each group of GROUPS. The end of a line, which has no count, is in no group by count."""
-    sums = {by: [Sums() for _ in lowest] for by, lowest in GROUPS.items()}
+def group(tokens: Iterator[Token], counts: dict[str, int]) -> dict[str, list[Bar]]:
+    """Return groups of two tokens or more. The end of a line, which has no count, is in no group by count."""
+    gains: dict[str, list[list[float]]] = {by: [[] for _ in lowest] for by, lowest in GROUPS.items()}
     for token in tokens:
         values = token.position, counts.get(token.word), token.seen
         for (by, lowest), value in zip(GROUPS.items(), values, strict=True):
             if value is not None:
-                index = bisect(lowest, value) - 1
-                sums[by][index] = sums[by][index].add(token.gain)
-    return sums
+                gains[by][bisect(lowest, value) - 1].append(token.gain)
+    return {
+        by: [Bar.of(*named) for named in zip(labels(lowest), gains[by], strict=True) if len(named[1]) > 1]
+        for by, lowest in GROUPS.items()
+    }
 
 
 def labels(lowest: tuple[int, ...]) -> list[str]:
@@ -125,21 +119,17 @@ def draw_gain(base: Path, model: Path, dictionary: Path, block: int | None, out:
         raise ValueError(f"--out must have another name, because {table_path} is read: its numbers would replace it.")
     words = read_dictionary(dictionary)
     counts = dict(zip(words.symbols[words.nspecial :], words.count[words.nspecial :], strict=True))
-    gains = group(compare(base, model, block), counts)
-    if all(sums.tokens < 2 for groups in gains.values() for sums in groups):
+    groups = group(compare(base, model, block), counts)
+    if not any(groups.values()):
         raise ValueError(
             f"{base} and {model} must score two tokens or more of a group, got fewer: score a longer text."
         )
-    figure, axes = load_pyplot().subplots(1, len(gains), figsize=(12, 4), sharey=True)
-    text = io.StringIO()
-    table = csv.writer(text)
-    table.writerow(["by", "group", "tokens", "gain", "half_interval"])
-    for panel, (by, groups) in zip(axes, gains.items(), strict=True):
-        bars = [(name, sums) for name, sums in zip(labels(GROUPS[by]), groups, strict=True) if sums.tokens > 1]
-        for name, sums in bars:
-            table.writerow([by, name, sums.tokens, f"{sums.mean:.5f}", f"{sums.half_interval:.5f}"])
-        means, intervals = [sums.mean for _, sums in bars], [sums.half_interval for _, sums in bars]
-        panel.bar([name for name, _ in bars], means, yerr=intervals, color="0.6", ecolor="black", capsize=2)
+    figure, axes = load_pyplot().subplots(1, len(groups), figsize=(12, 4), sharey=True)
+    rows = [["by", "group", "tokens", "gain", "half_interval"]]
+    for panel, (by, bars) in zip(axes, groups.items(), strict=True):
+        rows += [[by, bar.name, str(bar.tokens), f"{bar.mean:.5f}", f"{bar.half_interval:.5f}"] for bar in bars]
+        means, intervals = [bar.mean for bar in bars], [bar.half_interval for bar in bars]
+        panel.bar([bar.name for bar in bars], means, yerr=intervals, color="0.6", ecolor="black", capsize=2)
         panel.axhline(0, color="black", lw=0.8)
         panel.set_xlabel(by)
         panel.tick_params(axis="x", labelrotation=35, labelsize=8)
@@ -147,4 +137,4 @@ def draw_gain(base: Path, model: Path, dictionary: Path, block: int | None, out:
     axes[0].set_ylabel("gain in log-probability (nats per token)")
     figure.suptitle("Gain over the base model, by tokens; mean and its 95 % interval")
     save(figure, out)
-    write_whole(table_path, lambda file: file.write_text(text.getvalue(), encoding="utf-8", newline=""))
+    save_table(rows, table_path)

@@ -18,7 +18,7 @@ from fairseq.data import Dictionary
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import chunks, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
@@ -282,10 +282,8 @@ class Harness(TemplateLM):
         if cut := sum(len(row) > most for row in rows):
             logger.warning(f"{cut} requests lose their first tokens, as the model reads at most {self.max_length}")
         ordered = sorted(((index, row[-most:]) for index, row in enumerate(rows)), key=lambda pair: len(pair[1]))
-        for _, group in groupby(ordered, key=lambda pair: len(pair[1])):
-            alike = list(group)
-            for start in range(0, len(alike), self.batch_size):
-                yield alike[start : start + self.batch_size]
+        for _, alike in groupby(ordered, key=lambda pair: len(pair[1])):
+            yield from chunks(alike, self.batch_size)
 
     def score(self, features: Tensor, targets: Tensor, scored: int) -> tuple[float, bool]:
         """Return the sum of the last log-probabilities, and whether all are the greatest.

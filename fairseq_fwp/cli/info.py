@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import importlib.metadata
 import platform
-import sys
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     """Print the report, or what --flags or --hydra ask for. Exit status 2 for an unknown architecture."""
     command = parser()
     args = command.parse_args(argv)
@@ -43,7 +42,6 @@ def main(argv: list[str] | None = None) -> int:
         command.error(str(error))
     with one_sentence("fwp-info"):
         print(text.encode(errors="backslashreplace").decode())  # names of files and variables may be any bytes
-    return 0
 
 
 def select(args: argparse.Namespace) -> str:
@@ -169,4 +167,4 @@ def hydra_yaml(arch: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

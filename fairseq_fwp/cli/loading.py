@@ -157,7 +157,7 @@ def load_text(
         subsets = ", ".join(sorted({file.stem for file in Path(folder).glob("*.idx")})) or "other files"
         raise ValueError(f"the text {subset!r} must exist in {folder}, got only {subsets}")
     if line_start is not None:
-        by_line = Lines(dataset, None if line_start == WORD else first, dictionary.pad(), dictionary.eos())
+        by_line = Lines(dataset, None if line_start == WORD else first, dictionary)
         if not len(by_line):
             raise ValueError(f"the text {subset!r} must have a line with words to predict, got none")
         if (most := int(by_line.sizes.max())) > longest:

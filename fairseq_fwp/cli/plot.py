@@ -12,8 +12,6 @@ was written is printed.
 """
 
 import argparse
-import csv
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,16 @@ from pathlib import Path
 from fairseq_fwp.cli import make_parser, one_sentence, write_whole
 from fairseq_fwp.cli.arguments import positive
 from fairseq_fwp.cli.logs import Run, find_log, read_log
-from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, check_path, colours, load_pyplot, save, use_log_scale
+from fairseq_fwp.cli.plot_style import (
+    COLOURS,
+    MARKERS,
+    check_path,
+    colours,
+    load_pyplot,
+    save,
+    save_table,
+    use_log_scale,
+)
 
 # Quantities that can be drawn: the name in the logs, and in words.
 METRICS = {
@@ -34,14 +41,11 @@ PARTS = ["k₁", "k₂", "-k₁", "-k₂"]
 
 
 def write_csv(runs: Sequence[Run], path: Path) -> None:
-    text = io.StringIO()
-    table = csv.writer(text)
-    table.writerow(["run", "update", "hours", f"train_{runs[0].metric}", f"valid_{runs[0].metric}"])
+    rows: list[list[object]] = [["run", "update", "hours", f"train_{runs[0].metric}", f"valid_{runs[0].metric}"]]
     for run in runs:
-        for update in sorted(run.hours):
-            row = [run.train.get(update, ""), run.valid.get(update, "")]
-            table.writerow([run.label, update, f"{run.hours[update]:.4f}", *row])
-    write_whole(path, lambda file: file.write_text(text.getvalue(), encoding="utf-8", newline=""))
+        for update, hours in sorted(run.hours.items()):
+            rows.append([run.label, update, f"{hours:.4f}", run.train.get(update, ""), run.valid.get(update, "")])
+    save_table(rows, path)
 
 
 def write_markdown(runs: Sequence[Run], path: Path) -> None:

@@ -1,5 +1,7 @@
 """Colours, style and file formats of every picture: those of fwp-plot and of recipes/."""
 
+import csv
+import io
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -100,6 +102,13 @@ def save(figure: "Figure", path: Path) -> None:
         write_whole(path, lambda file: figure.savefig(file, format=path.suffix[1:], metadata=undated))
     finally:
         load_pyplot().close(figure)
+
+
+def save_table(rows: Iterable[Sequence[object]], path: Path) -> None:
+    """Write the numbers of a picture as a CSV, completely or not at all."""
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    write_whole(path, lambda file: file.write_text(text.getvalue(), encoding="utf-8", newline=""))
 
 
 def use_log_scale(axis: "XAxis | YAxis", ticks: Sequence[float] = ()) -> None:

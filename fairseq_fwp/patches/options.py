@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 
 Settings: TypeAlias = dict[str, Any]  # of a model, a task or a file, by their names
 Value = TypeVar("Value")
-MISSING = object()
 
 
 class Dataclass(Protocol):
@@ -35,7 +34,7 @@ def read_options(kind: type[Options], settings: object) -> Options:
     if isinstance(settings, DictConfig):  # which may have None for all names; fairseq's others find parts by name
         given = [name for name in names if name in settings]
     else:
-        given = [name for name in names if setting(settings, name, MISSING) is not MISSING]
+        given = [name for name in names if hasattr(settings, name)]
     return kind(**{name: getattr(settings, name) for name in given})
 
 

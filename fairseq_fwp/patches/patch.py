@@ -2,8 +2,8 @@
 
 import ast
 import functools
-import importlib
 import inspect
+import pkgutil
 import textwrap
 from collections.abc import Callable
 from types import FunctionType
@@ -62,14 +62,8 @@ def apply() -> None:
 
 def find(symbol: str) -> tuple[Any, str]:
     """Return the module or class that has the symbol, and its name there."""
-    *path, name = symbol.split(".")
-    owner: Any = None
-    for index, part in enumerate(path):
-        try:
-            owner = importlib.import_module(".".join(path[: index + 1]))
-        except ModuleNotFoundError:
-            owner = getattr(owner, part)
-    return owner, name
+    path, _, name = symbol.rpartition(".")
+    return pkgutil.resolve_name(path), name
 
 
 def _replace(entry: Patch) -> None:

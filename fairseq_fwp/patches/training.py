@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fwp.outputs import system_reason, unfinished
+from fairseq_fwp.outputs import lock, system_reason, unfinished
 from fairseq_fwp.patches.hooks import SavesStates
 from fairseq_fwp.patches.options import setting
 from fairseq_fwp.patches.patch import patch
@@ -322,28 +322,20 @@ def free_folder(call_main, *args, **kwargs):
 
 
 @patch("fairseq.trainer.Trainer.__init__")
-def refuse_flat_weights_on_a_cpu(init, self, cfg, *args, **kwargs):
-    """Refuse --fp16 without a GPU at once: fairseq does so by an error of CUDA, after it has read the data."""
+def refuse_what_needs_a_gpu(init, self, cfg, *args, **kwargs):
+    """Refuse --fp16 and --cuda-graphs without a GPU: fairseq fails only after reading the data, or ignores our flag."""
     cfg = _as_configuration(cfg)
-    common = cfg.common
+    common, processes = cfg.common, cfg.distributed_training.distributed_world_size
     flat = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
-    if flat and (common.cpu or not torch.cuda.is_available()):
+    on_a_cpu, graphs = common.cpu or not torch.cuda.is_available(), setting(cfg.model, "cuda_graphs", False)
+    if flat and on_a_cpu:
         sys.exit("--fp16 must be used on a GPU, got a CPU: give --bf16 in its place, or leave it out")
-    init(self, cfg, *args, **kwargs)
-
-
-@patch("fairseq.trainer.Trainer.__init__")
-def refuse_graphs(init, self, cfg, *args, **kwargs):
-    """Refuse --cuda-graphs, a flag of our models, where there are none: fairseq would train without them."""
-    cfg = _as_configuration(cfg)
-    if setting(cfg.model, "cuda_graphs", False):
-        processes = cfg.distributed_training.distributed_world_size
-        if cfg.common.cpu or not torch.cuda.is_available():
-            sys.exit("--cuda-graphs must be used on a GPU, got a CPU: leave it out")
-        if processes > 1:
-            sys.exit(f"--cuda-graphs must be used by one process, got {processes}: leave it out, or use one GPU")
-        if cfg.common.amp:
-            sys.exit("--cuda-graphs must be used without --amp, got both: give --bf16 in place of --amp")
+    if graphs and on_a_cpu:
+        sys.exit("--cuda-graphs must be used on a GPU, got a CPU: leave it out")
+    if graphs and processes > 1:
+        sys.exit(f"--cuda-graphs must be used by one process, got {processes}: leave it out, or use one GPU")
+    if graphs and common.amp:
+        sys.exit("--cuda-graphs must be used without --amp, got both: give --bf16 in place of --amp")
     init(self, cfg, *args, **kwargs)
 
 
@@ -357,11 +349,7 @@ def _as_configuration(cfg: Any) -> Any:
 def _lock_folder(folder: str) -> None:
     """Lock a folder until `_lock` is closed or this process ends; where there are no locks, the log says so."""
     try:
-        import fcntl  # Windows has no such module
-
-        descriptor = os.open(folder, os.O_RDONLY)
-        _lock.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(Path(folder), _lock)
     except BlockingIOError:
         _lock.close()
         got = f"got {folder}, where another training runs: give another, or wait for its end"

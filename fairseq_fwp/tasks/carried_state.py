@@ -29,12 +29,13 @@ class Carried(NamedTuple):
 
 
 class CarriedState:
-    """The state that one process carries through an epoch, or through a validation.
+    """The state that one process carries through an epoch, or through a validation; off: none is carried.
 
     It keeps that of the last update too: --amp repeats an update with the same batches after an overflow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, off: bool = False) -> None:
+        self.off = off
         self._now = self._at_update = Carried()
         self._updated = False
         self._saved: Tensor | None = None
@@ -45,7 +46,7 @@ class CarriedState:
 
         If the block fails, the old state is kept: after running out of memory, a stream continues without that segment.
         """
-        segment = segment_of(sample)
+        segment = None if self.off else segment_of(sample)
         if segment is None:  # all streams have ended
             yield sample
             return

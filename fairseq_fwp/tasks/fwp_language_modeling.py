@@ -3,7 +3,6 @@
 import logging
 import os
 from argparse import Namespace
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Optional, TypeAlias
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from fairseq_fwp.modules.decoding import Sample, streaming
 from fairseq_fwp.ops.checks import check
-from fairseq_fwp.patches.options import option
+from fairseq_fwp.patches.options import flag, option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.streams import StreamIterator, Streams, warn_of_age
 from fairseq_fwp.tasks.text import BLANK_LINE, JoinedLines, TextBlocks, document_starts, read_split
@@ -66,8 +65,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
 
     def __init__(self, args: Namespace, dictionary: Dictionary) -> None:
         super().__init__(args, dictionary)
-        self.training_state = CarriedState()
-        self.validation_state = CarriedState()
+        self.training_state = CarriedState(off=not args.carry_state)
+        self.validation_state = CarriedState(off=not args.carry_state)
         self.packs_documents = False
         self.trained_segments: int | None = None  # of a stream; fairseq asks for those of training first
 
@@ -77,12 +76,10 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         dictionary, _ = cls.setup_dictionary(Namespace(data=args.data, output_dictionary_size=-1))
         length, separator = args.tokens_per_sample, args.reset_state_after
         check(length >= 1, f"--tokens-per-sample must be at least 1, got {length}")
-        needs = "--carry-state must be on with"
-        check(args.carry_state or not separator, f"{needs} --reset-state-after, got off")
-        from_training = args.validate_from_training_state
-        check(args.carry_state or not from_training, f"{needs} --validate-from-training-state, got off")
+        for name in ("reset_state_after", "validate_from_training_state"):
+            check(args.carry_state or not getattr(args, name), f"--carry-state must be on with {flag(name)}, got off")
         check(
-            not (separator and from_training),
+            not (separator and args.validate_from_training_state),
             f"--reset-state-after must be left out with --validate-from-training-state, got {separator!r}",
         )
         if separator and dictionary and separator != BLANK_LINE:
@@ -115,6 +112,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
             logger.log(level, f"{split}: {len(documents):,} documents that end with {separator!r}")
         self.datasets[split] = TextBlocks(
             text,
+            self.dictionary,
             self.args.tokens_per_sample,
             self.dictionary.bos() if self.args.add_bos_token else self.dictionary.eos(),
             documents,
@@ -151,9 +149,9 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         batch_size = self._batch_size(max_tokens, max_sentences)
         separator, packed = self.args.reset_state_after, dataset.documents is not None
         iterator = StreamIterator(
-            Streams(dataset, batch_size, num_shards, shard_id, self.dictionary.pad(), self.dictionary.eos()),
+            Streams(dataset, batch_size, num_shards, shard_id),
             # fairseq saves and loads only the iterator over the training text.
-            self.training_state if self.args.carry_state else None,
+            self.training_state,
             {
                 "processes": num_shards,
                 "--batch-size": batch_size,
@@ -210,7 +208,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         return super().eval_lm_dataloader(dataset, *args, **kwargs)
 
     def train_step(self, sample: Sample, model: FairseqLanguageModel, *args: object, **kwargs: object) -> StepResult:
-        with self._carried(self.training_state, model, sample) as sample:
+        with self.training_state.carried(model, sample) as sample:
             return super().train_step(sample, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: FairseqLanguageModel, update_num: int) -> None:
@@ -220,14 +218,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
     def valid_step(self, sample: Sample, model: FairseqLanguageModel, criterion: FairseqCriterion) -> StepResult:
         if self.args.validate_from_training_state and sample.get("segment") == 0:
             self.validation_state, sample = self.training_state.continue_with(sample)
-        with self._carried(self.validation_state, model, sample) as sample:
+        with self.validation_state.carried(model, sample) as sample:
             result = super().valid_step(sample, model, criterion)
         if sample.get("last"):
-            self.validation_state = CarriedState()  # its memory is for training
+            self.validation_state = CarriedState(off=not self.args.carry_state)  # its memory is for training
         return result
-
-    def _carried(
-        self, state: CarriedState, model: FairseqLanguageModel, sample: Sample
-    ) -> AbstractContextManager[Sample]:
-        """Give the sample for a step of fairseq's, with the state of its streams if one is carried."""
-        return state.carried(model, sample) if self.args.carry_state else nullcontext(sample)

@@ -7,10 +7,9 @@ from typing import Optional, TypeAlias
 
 import numpy as np
 import torch
-from fairseq.data import FairseqDataset
+from fairseq.data import Dictionary, FairseqDataset, MonolingualDataset
 from fairseq.data.indexed_dataset import get_available_dataset_impl
 from fairseq.data.iterators import EpochBatchIterator
-from fairseq.data.monolingual_dataset import collate
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import FairseqLanguageModel
@@ -20,6 +19,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 from torch import Tensor
+from torch.utils.data import Subset
 
 from fairseq_fwp.modules.decoding import END, STARTS, Beginning, Sample
 from fairseq_fwp.ops.checks import check
@@ -57,42 +57,24 @@ class FwpLinesConfig(FairseqDataclass):
     )
 
 
-class Lines(FairseqDataset):
+class Lines(MonolingualDataset):
     """The lines of an indexed data set, each with </s> at its end. Those in which nothing is predicted are left out.
 
-    first: the token that is read before each line, None = the line's first word.
+    first: the token that is read before each line, None = the line's first word. Their order is random, by length.
     """
 
-    def __init__(self, lines: FairseqDataset, first: int | None, pad: int, eos: int) -> None:
-        self.lines, self.first, self.pad, self.eos = lines, first, pad, eos
+    def __init__(self, lines: FairseqDataset, first: int | None, dictionary: Dictionary) -> None:
         targets = np.asarray(lines.sizes) - (first is None)
-        self.places = np.flatnonzero(targets)
-        self.sizes = targets[self.places]
+        self.first, self.places = first, np.flatnonzero(targets)
+        kept = Subset(lines, self.places)  # type: ignore[arg-type]  # an array of integers will do
+        super().__init__(kept, targets[self.places], dictionary, shuffle=True)
 
     def __getitem__(self, index: int) -> Sample:
         """Return {"id", "source" (L,), "target" (L,)}."""
-        tokens = self.lines[int(self.places[index])].long()
+        tokens = self.dataset[index].long()
         if self.first is not None:
             tokens = torch.cat([tokens.new_tensor([self.first]), tokens])
         return {"id": int(index), "source": tokens[:-1], "target": tokens[1:]}
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def num_tokens(self, index: int) -> int:
-        """Return the number of targets of a line."""
-        return int(self.sizes[index])
-
-    size = num_tokens
-
-    def ordered_indices(self) -> np.ndarray:
-        """Return the lines in a random order, those of one length together."""
-        return np.lexsort([np.random.permutation(len(self)), self.sizes])
-
-    def collater(self, samples: list[Sample]) -> Sample:
-        """Return a batch for fairseq's language models."""
-        batch: Sample = collate(samples, self.pad, self.eos)
-        return batch
 
 
 @register_task(LINES, dataclass=FwpLinesConfig)
@@ -125,7 +107,7 @@ class FwpLinesTask(LanguageModelingTask):
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: object) -> None:
         """Load the lines of a split. Raises FileNotFoundError, or ValueError for a line too long, or without lines."""
         path, text = read_split(self.args, self.dictionary, split, epoch, combine)
-        lines = Lines(text, self.first_token, self.dictionary.pad(), self.dictionary.eos())
+        lines = Lines(text, self.first_token, self.dictionary)
         check(len(lines), f"{path}.bin must hold a line of words, got none")
         limit = min(self.args.tokens_per_sample, self.args.max_target_positions or self.args.tokens_per_sample)
         longest = int(lines.sizes.argmax())

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from fairseq.data.iterators import EpochBatchIterator
-from fairseq.data.monolingual_dataset import collate
 
 from fairseq_fwp.modules.decoding import Sample, Segment
 from fairseq_fwp.patches.hooks import Divided, SavesStates
@@ -26,14 +25,12 @@ class Streams:
     is as short as possible.
     """
 
-    def __init__(self, blocks: TextBlocks, batch_size: int, num_shards: int, shard_id: int, pad: int, eos: int) -> None:
+    def __init__(self, blocks: TextBlocks, batch_size: int, num_shards: int, shard_id: int) -> None:
         count = batch_size * num_shards
         self.blocks = blocks
         self.bounds = np.arange(count + 1) * len(blocks) // count
         self.segments = int(np.diff(self.bounds).max())
         self.own = range(shard_id * batch_size, (shard_id + 1) * batch_size)
-        self.pad = pad
-        self.eos = eos
 
     def batches(self) -> list[list[int]]:
         """Return this process's blocks for every segment; the number of segments is the same in all processes."""
@@ -47,10 +44,11 @@ class Streams:
         with --update-freq skip earlier batches.
         """
         if not items:
-            net_input = {"src_tokens": torch.tensor([[self.eos]]), "src_lengths": torch.tensor([1])}
+            dictionary = self.blocks.vocab
+            net_input = {"src_tokens": torch.tensor([[dictionary.eos()]]), "src_lengths": torch.tensor([1])}
             nothing = {"id": torch.tensor([-1]), "nsentences": 0, "ntokens": 0}
-            return {**nothing, "net_input": net_input, "target": torch.tensor([[self.pad]])}
-        batch = collate(items, self.pad, self.eos)
+            return {**nothing, "net_input": net_input, "target": torch.tensor([[dictionary.pad()]])}
+        batch = self.blocks.collater(items)
         ids = batch["id"].numpy()
         streams = np.searchsorted(self.bounds, ids, side="right") - 1
         segment = int(ids[0] - self.bounds[streams[0]])
@@ -58,13 +56,8 @@ class Streams:
             first = torch.nn.utils.rnn.pad_sequence([item["first"] for item in items], batch_first=True)
             batch["net_input"]["first"] = first
         fresh = self.blocks.starts_document[ids] | (segment == 0)
-        of_rows: Segment = {
-            "segment": segment,
-            "last": segment == self.segments - 1,
-            "streams": streams.tolist(),
-            "fresh": fresh.tolist(),
-        }
-        return {**batch, **of_rows}
+        last = segment == self.segments - 1
+        return {**batch, **Segment(segment=segment, last=last, streams=streams.tolist(), fresh=fresh.tolist())}
 
 
 def trained_age(saved: dict[str, Any]) -> int | None:
@@ -92,14 +85,13 @@ def warn_of_age(age: int, trained: int | None, remedy: str) -> None:
 class StreamIterator(EpochBatchIterator, SavesStates, Divided):
     """The batches of one process, never shuffled; it is saved with the states of all processes.
 
-    carried: the state of its streams in training, None = no state; settings: values, by name, that must not change in
-    mid-epoch.
+    carried: the state of its streams in training; settings: values, by name, that must not change in mid-epoch.
     """
 
     division = "streams"  # which `settings` describe; the batches of one process do not
 
     def __init__(
-        self, streams: Streams, carried: CarriedState | None, settings: dict[str, Any], shard_id: int, **kwargs: object
+        self, streams: Streams, carried: CarriedState, settings: dict[str, Any], shard_id: int, **kwargs: object
     ) -> None:
         # fairseq distributes batches over processes one by one; streams stay in their process.
         super().__init__(streams.blocks, streams.collate, streams.batches(), disable_shuffling=True, **kwargs)
@@ -110,7 +102,7 @@ class StreamIterator(EpochBatchIterator, SavesStates, Divided):
 
     def collect_states(self, group: Any) -> None:
         """Send the states of all processes to the first one, which saves them; every process must call it."""
-        if self.carried is None or self.end_of_epoch():
+        if self.carried.off or self.end_of_epoch():
             return
         self.states = [self.carried.save()]
         if group is not None:
@@ -135,6 +127,6 @@ class StreamIterator(EpochBatchIterator, SavesStates, Divided):
                     f"{difference or 'of another task'}: give the same settings, or --reset-dataloader to begin at the "
                     "start of the text"
                 )
-            if self.carried is not None:
+            if not self.carried.off:
                 self.carried.load(state_dict["states"][self.process])
         super().load_state_dict(state_dict)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from fairseq import utils
-from fairseq.data import Dictionary, FairseqDataset, data_utils
+from fairseq.data import Dictionary, FairseqDataset, MonolingualDataset, data_utils
 from torch import Tensor
 
 from fairseq_fwp.modules.decoding import Sample
@@ -51,7 +51,7 @@ class JoinedLines:
         return torch.cat([self.lines[line] for line in range(first, last + 1)])[start - before : stop - before]
 
 
-class TextBlocks(FairseqDataset):
+class TextBlocks(MonolingualDataset):
     """A data set of the blocks of a text, each of at most block_size tokens; with document_starts, of one document.
 
     packed: blocks may still hold several documents; "first" marks their starts. The input of a token is the token
@@ -61,6 +61,7 @@ class TextBlocks(FairseqDataset):
     def __init__(
         self,
         text: JoinedLines,
+        dictionary: Dictionary,
         block_size: int,
         start_token: int,
         document_starts: np.ndarray | None = None,
@@ -68,15 +69,14 @@ class TextBlocks(FairseqDataset):
     ) -> None:
         documents = np.zeros(1, dtype=np.int64) if document_starts is None else document_starts
         self.documents = documents if packed else None
-        if packed:
-            documents = documents[:1]
-        ends = np.append(documents[1:], len(text))
-        starts = [np.arange(*document, block_size) for document in zip(documents, ends, strict=True)]
+        cuts = documents[:1] if packed else documents
+        ends = np.append(cuts[1:], len(text))
+        starts = [np.arange(*cut, block_size) for cut in zip(cuts, ends, strict=True)]
         self.text = text
         self.start_token = start_token
         self.bounds = np.append(np.concatenate(starts), len(text))
-        self.starts_document = np.isin(self.bounds[:-1], documents if document_starts is None else document_starts)
-        self.sizes = np.diff(self.bounds)
+        self.starts_document = np.isin(self.bounds[:-1], documents)
+        super().__init__(text, np.diff(self.bounds), dictionary)
 
     def __getitem__(self, index: int) -> Sample:
         """Return {"id", "source" (L,), "target" (L,)}, and if packed "first" (L,) bool."""
@@ -94,12 +94,6 @@ class TextBlocks(FairseqDataset):
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-    def num_tokens(self, index: int) -> int:
-        """Targets of a block."""
-        return int(self.sizes[index])
-
-    size = num_tokens
 
 
 def document_starts(text: JoinedLines, dictionary: Dictionary, separator: str) -> np.ndarray:

@@ -14,16 +14,15 @@ from fairseq_fwp.cli.gain import GROUPS, compare, labels
 # Two documents; = = B = = is a heading inside the first one. A = inside a line begins nothing.
 LINES = "= A =", "a = b a", "= = B = =", "a", "= C =", "a b"
 TEXT = [word for line in LINES for word in [*line.split(), "</s>"]]
+HEAD = "position\ttoken\tlog_prob\n"
 GAINS = [0.5 * index - 4 for index in range(len(TEXT))]
 
 
 def write_scores(folder, words=TEXT, gains=GAINS):
     """Write what two models give, and a dictionary in which a is frequent."""
     for name, values in (("base", [0] * len(words)), ("model", gains)):
-        rows = [
-            f"{index}\t{word}\t{value - 9:.9g}\n" for index, (word, value) in enumerate(zip(words, values, strict=True))
-        ]
-        (folder / f"{name}.tsv").write_text("".join(["position\ttoken\tlog_prob\n", *rows]))
+        rows = (f"0\t{word}\t{value - 9:.9g}\n" for word, value in zip(words, values, strict=True))
+        (folder / f"{name}.tsv").write_text("".join([HEAD, *rows]))
     (folder / "dict.txt").write_text("a 120\n= 80\nb 20\nA 1\nB 1\nC 1\n")
     return folder / "base.tsv", folder / "model.tsv"
 
@@ -52,11 +51,9 @@ def test_groups_have_the_mean_gain_and_its_interval(tmp_path, capsys):
     rows = list(csv.DictReader((tmp_path / "gain.csv").open()))
     tokens = list(compare(base, model, None))
     by = dict(zip(GROUPS, ("position", "count", "seen"), strict=True))
-    of_a = [token.gain for token in tokens if token.word == "a"]
-    first = [token.gain for token in tokens if token.seen == 0]
     expected = {
-        ("count", "100-299"): of_a,
-        ("seen", "0"): first,
+        ("count", "100-299"): [token.gain for token in tokens if token.word == "a"],
+        ("seen", "0"): [token.gain for token in tokens if token.seen == 0],
         ("position", "0-63"): [token.gain for token in tokens],
     }
     found = {(by[row["by"]], row["group"]): row for row in rows}
@@ -65,23 +62,18 @@ def test_groups_have_the_mean_gain_and_its_interval(tmp_path, capsys):
         assert int(row["tokens"]) == len(gains)
         assert float(row["gain"]) == pytest.approx(statistics.fmean(gains), abs=1e-5)
         assert float(row["half_interval"]) == pytest.approx(interval, abs=1e-5)
-    assert sum(int(row["tokens"]) for (name, _), row in found.items() if name == "count") == len(words) - words.count(
-        "</s>"
-    )
+    counted = sum(int(row["tokens"]) for (name, _), row in found.items() if name == "count")
+    assert counted == len(words) - words.count("</s>")
     assert labels((0, 1, 2, 64)) == ["0", "1", "2-63", "64+"]
 
 
 # Which file, its text, words of the sentence.
 REFUSALS = [
     ("model.tsv", "", "must be a table that fwp-eval-lm --scores wrote"),
-    ("model.tsv", "position\ttoken\tlog_prob\n0\t=\t-1\n", "must score the same text, got others"),
-    ("model.tsv", "position\ttoken\tlog_prob\n0\ta\t-1\n", "must score the same text, got others"),
-    (
-        "model.tsv",
-        "position\ttoken\tlog_prob\n0\t=\tx\n",
-        r"model\.tsv, line 2: it must have a token and a number, got \['0', '=', 'x'\]",
-    ),
-    ("model.tsv", "position\ttoken\tlog_prob\n0\t=\tnan\n", r"line 2: the log-probability must be finite, got nan"),
+    ("model.tsv", f"{HEAD}0\t=\t-1\n", "must score the same text, got others"),
+    ("model.tsv", f"{HEAD}0\ta\t-1\n", "must score the same text, got others"),
+    ("model.tsv", f"{HEAD}0\t=\tx\n", r"model\.tsv, line 2: it must have .* a number, got \['0', '=', 'x'\]"),
+    ("model.tsv", f"{HEAD}0\t=\tnan\n", r"line 2: the log-probability must be finite, got nan"),
     ("dict.txt", "\udcff 1\n", r"the dictionary .*dict\.txt cannot be read: Incorrect encoding"),
     ("model.tsv", "\udcff", r"model\.tsv must be a table .*, got another file \('utf-8' codec"),
 ]
@@ -104,6 +96,6 @@ def test_a_picture_that_would_replace_or_show_nothing_is_refused(tmp_path):
     refused(plot.main, "--gain", base, scores, *flags, says=r"gain\.csv is read: its numbers would replace it")
     assert scores.read_bytes() == before
     scores.unlink()
-    base.write_text("position\ttoken\tlog_prob\n0\ta\t-1\n")
+    base.write_text(f"{HEAD}0\ta\t-1\n")
     refused(plot.main, "--gain", base, base, *flags, says="must score two tokens or more of a group, got fewer")
     assert not list(tmp_path.glob("gain.*"))

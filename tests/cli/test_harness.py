@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import sqlitedict
 import torch
-from cli.test_eval_lm import evaluate
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
@@ -20,6 +19,7 @@ from lm_eval.api.model import CachingLM
 from lm_eval.loggers import EvaluationTracker, evaluation_tracker
 from support.pairwise import looped
 from support.refusals import refused
+from support.scoring import evaluate
 from support.small_text import SIZE, prepare_random_text, train_model
 
 from fairseq_fwp.cli import harness
@@ -168,9 +168,8 @@ GREEDY = [
 def test_the_most_probable_tokens_by_any_name(folder, settings):
     """As tasks of lm_eval ask for them."""
     lm = load(folder)
-    assert lm.generate_until(asked(("w1", {"until": ["no"], "max_gen_toks": 5, **settings}))) == [
-        lm.generate("w1", ["no"], 5, 0.0)
-    ]
+    asks = asked(("w1", {"until": ["no"], "max_gen_toks": 5, **settings}))
+    assert lm.generate_until(asks) == [lm.generate("w1", ["no"], 5, 0.0)]
 
 
 def test_a_context_leaves_learned_positions_for_new_tokens(folder):

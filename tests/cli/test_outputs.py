@@ -18,7 +18,7 @@ from fairseq_fwp.cli.logs import Run
 
 
 def fill(path):
-    path.write_text("half")
+    path.write_bytes(b"half")
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -34,17 +34,12 @@ def test_a_file_on_a_full_disk_stays_as_it_was(tmp_path):
 
 def test_tables_on_a_full_disk(tmp_path, monkeypatch):
     """Those of fwp-plot."""
-    monkeypatch.setattr(Path, "write_text", lambda path, *_, **how: fill_bytes(path))
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **how: fill(path))
     run = Run("a", valid={1: 2.0}, hours={1: 0.1})
     for write in (plot.write_csv, plot.write_markdown):
         with pytest.raises(OSError, match="table could not be written"):
             write([run], tmp_path / "table")
         assert list(tmp_path.iterdir()) == []
-
-
-def fill_bytes(path):
-    path.write_bytes(b"half")
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_link_stays_and_a_device_is_not_replaced(tmp_path):

@@ -11,6 +11,7 @@ from support.small_models import build_model
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Text, evaluate, gather_statistics
 from fairseq_fwp.evaluation.dynamic import KINDS, measure
 from fairseq_fwp.evaluation.scoring import WindowScorer
+from fairseq_fwp.evaluation.windows import windows
 
 LENGTH, SIZE = 37, 8
 MODELS = {
@@ -44,22 +45,13 @@ def loss_of(model, text, start, first, end, state):
     return -found.mean(), found.detach(), extra["state"].detach()
 
 
-def segments(length, size, given):
-    """Return the start of each window, the first token that it scores, and its end."""
-    step = size - given
-    read = size // step * step
-    return [(0, 0, min(read, length))] + [
-        (first - given, first, min(first + step, length)) for first in range(read, length, step)
-    ]
-
-
 def brute_force(model, text, rule, training, given, carry):
     """Compute one number after the other, on a copy of the model."""
     model = copy.deepcopy(model)
     names = [name for name, _ in model.named_parameters()]
     trained = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     squares = dict.fromkeys(names, 0)
-    state, places = None, segments(len(training.tokens), SIZE, given)[: rule.windows]
+    state, places = None, [*windows(len(training.tokens), SIZE, given)][: rule.windows]
     for start, first, end in places:
         model.zero_grad()
         loss, _, after = loss_of(model, training, start, first, end, state)
@@ -76,7 +68,7 @@ def brute_force(model, text, rule, training, given, carry):
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.copy_(trained[name])
-        for start, first, end in segments(until - document, SIZE, given):
+        for start, first, end in windows(until - document, SIZE, given):
             model.zero_grad()
             places = document + start, document + first, document + end
             loss, found, after = loss_of(model, text, *places, state)
@@ -114,7 +106,7 @@ def test_it_is_the_loop_over_windows(name, given, rule):
     before = copy.deepcopy(model.state_dict())
     scores = evaluate(model, text, protocol, training)
     if rule.needs_statistics:
-        assert scores.protocol.dynamic.statistics.windows == len(segments(29, SIZE, given or 0)[: rule.windows])
+        assert scores.protocol.dynamic.statistics.windows == len([*windows(29, SIZE, given or 0)][: rule.windows])
     torch.testing.assert_close(scores.log_probs, expected, atol=1e-8, rtol=0)
     torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)  # as it was trained
 

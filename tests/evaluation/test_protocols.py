@@ -37,10 +37,6 @@ def brute_force(model, text, start_of):
     return torch.stack(log_probs)
 
 
-def plan(length, size, given, batch_size=3):
-    return batches(windows(length, size, given), batch_size)
-
-
 @given(length=st.integers(1, 200), size=st.integers(1, 40), data=st.data())
 @settings(deadline=None)
 def test_windows_are_fairseqs_blocks_with_context(length, size, data):
@@ -56,7 +52,7 @@ def test_windows_are_fairseqs_blocks_with_context(length, size, data):
 
 
 def test_batches_are_of_one_shape():
-    found = list(plan(23, size=8, given=5, batch_size=2))
+    found = list(batches(windows(23, 8, 5), 2))
     assert [w for batch in found for w in batch] == list(windows(23, 8, 5))
     shapes = [[(w.end - w.start, w.end - w.first) for w in batch] for batch in found]
     assert shapes == [[(6, 6)], [(8, 3), (8, 3)], [(8, 3), (8, 3)], [(8, 3)], [(7, 2)]]

@@ -6,7 +6,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from fairseq.data import FairseqDataset, MonolingualDataset, TokenBlockDataset, data_utils
+from fairseq.data import MonolingualDataset, TokenBlockDataset, data_utils
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
@@ -137,29 +137,18 @@ def test_a_model_prepared_for_inference_is_evaluated(model):
         model.train()
 
 
-class Shuffled(FairseqDataset):
-    """Numbers in random order, as samples of the stock tasks."""
-
-    def __len__(self):
-        return 23
-
-    def __getitem__(self, index):
-        return index
-
-    def num_tokens(self, index):
-        return 1
-
-    def ordered_indices(self):
-        return np.random.permutation(len(self))
+class Numbers(MonolingualDataset):
+    """Samples of which a batch has the numbers."""
 
     def collater(self, samples):
-        return samples
+        return [sample["id"] for sample in samples]
 
 
 def iterate(epoch=1, size=3, seed=5, shards=1, shard=0):
-    """Return an iterator as fairseq's trainer gets it."""
+    """Return an iterator over 23 samples in random order, as fairseq's trainer gets it."""
+    dataset = Numbers(range(23), np.ones(23), None, shuffle=True)
     how = {"num_shards": shards, "shard_id": shard, "epoch": epoch, "seed": seed}
-    return FairseqTask(None).get_batch_iterator(Shuffled(), max_sentences=size, **how)
+    return FairseqTask(None).get_batch_iterator(dataset, max_sentences=size, **how)
 
 
 @looped("epoch", [1, 2, 3])
@@ -179,9 +168,8 @@ def test_an_epoch_goes_on_with_its_own_batches(epoch, read):
         found += [index for batch in resumed.next_epoch_itr() for index in batch]
     assert sorted(found) == list(range(23))
     for other in ({"shards": 1}, {"shards": 4}, {"size": 2, "shards": 2}, {"seed": 6, "shards": 2}):
-        with pytest.raises(
-            RuntimeError, match=r"with its batches \(8, processes 2, .*\), got batches .* --reset-datal"
-        ):
+        says = r"with its batches \(8, processes 2, .*\), got batches .* --reset-datal"
+        with pytest.raises(RuntimeError, match=says):
             iterate(epoch, **other).load_state_dict(saved)
         iterate(epoch, **other).load_state_dict({**saved, "iterations_in_epoch": 0})  # a new epoch may have others
 

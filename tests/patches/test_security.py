@@ -84,7 +84,6 @@ def test_they_are_run_where_they_are_trusted(tmp_path, monkeypatch):
     assert path.exists()
 
 
-@pytest.mark.slow
 def shared_lists(depth):
     """Return lists in lists, each with many references to the next one: 50^depth places in a few kilobytes."""
     inner = []

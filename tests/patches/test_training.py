@@ -113,7 +113,8 @@ def test_amp_computes_in_bfloat16_on_a_cpu(train, tmp_path):
 @pytest.mark.parametrize("amp", [True, False])
 def test_any_model_computes_in_bfloat16_with_amp(amp):
     patches.apply()
-    model, dtypes = FairseqModel(), []
+    model, dtypes = BaseFairseqModel(), []
+    model.layer = torch.nn.Linear(4, 3)
     optimizer = AMPOptimizer.build_optimizer(half_precision(), list(model.parameters()))
 
     def criterion(model, sample):
@@ -124,12 +125,6 @@ def test_any_model_computes_in_bfloat16_with_amp(amp):
     FairseqTask(None).train_step(torch.ones(2, 4), model, criterion, optimizer if amp else optimizer.fp32_optimizer, 0)
     assert dtypes == [torch.bfloat16 if amp else torch.float32]
     assert model.layer.weight.grad.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-
-
-class FairseqModel(BaseFairseqModel):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 3)
 
 
 @pytest.mark.parametrize("flag", ["--bf16", "--amp"])
@@ -360,16 +355,16 @@ def test_graphs_are_refused_where_there_are_none(monkeypatch, gpu, cpu, processe
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     cfg = SimpleNamespace(
         model=SimpleNamespace(cuda_graphs=True),
-        common=SimpleNamespace(cpu=cpu, amp=amp),
+        common=SimpleNamespace(cpu=cpu, amp=amp, fp16=False),
         distributed_training=SimpleNamespace(distributed_world_size=processes),
     )
     init = Mock()
     if sentence:
         with pytest.raises(SystemExit) as raised:
-            training.refuse_graphs(init, None, cfg)
+            training.refuse_what_needs_a_gpu(init, None, cfg)
         assert str(raised.value) == f"--cuda-graphs {sentence}"
     else:
-        training.refuse_graphs(init, None, cfg)
+        training.refuse_what_needs_a_gpu(init, None, cfg)
     cfg.model.cuda_graphs = False
-    training.refuse_graphs(init, None, cfg)
+    training.refuse_what_needs_a_gpu(init, None, cfg)
     assert init.call_count == (1 if sentence else 2)

@@ -3,6 +3,7 @@
 import tempfile
 from argparse import Namespace
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,19 +27,25 @@ def random_lines():
 
 
 @pytest.fixture
-def make_task(tmp_path):
-    """A function make_task({"train": lines, ...}, **flags) -> a task that has loaded these texts."""
+def load_task(tmp_path):
+    """A function load_task(kind, config, {"train": lines, ...}, **flags) -> a task that has loaded these texts."""
 
-    def make(texts, **flags):
+    def load(kind, config, texts, **flags):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         write_dictionary(folder, WORDS)
         for split, lines in texts.items():
             write_split(folder / split, lines, WORDS)
-        defaults = {option.name: option.default for option in fields(FwpLanguageModelingConfig)}
+        defaults = {option.name: option.default for option in fields(config)}
         flags = {"data": str(folder), "dataset_impl": None, **flags}
-        task = FwpLanguageModelingTask.setup_task(Namespace(**{**defaults, **flags}))
+        task = kind.setup_task(Namespace(**{**defaults, **flags}))
         for split in texts:
             task.load_dataset(split)
         return task
 
-    return make
+    return load
+
+
+@pytest.fixture
+def make_task(load_task):
+    """A function make_task({"train": lines, ...}, **flags) -> a task of streams that has loaded these texts."""
+    return partial(load_task, FwpLanguageModelingTask, FwpLanguageModelingConfig)

@@ -1,22 +1,20 @@
 """Separate lines: what a model reads and predicts of each, in training, evaluation, generation and Python."""
 
-import json
 import math
+import re
 import runpy
 import shutil
 from argparse import Namespace
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
-from fairseq import options
 from fairseq.data import data_utils
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq_cli import eval_lm as fairseq_eval_lm
 from support.command_server import run
+from support.jobs import hypotheses
 from support.pairwise import looped
 from support.refusals import refused
+from support.scoring import evaluate, fairseqs_bits
 from support.small_text import SIZE, train_model, write_dictionary, write_split
 
 import fairseq_fwp
@@ -25,22 +23,13 @@ from fairseq_fwp.modules.decoding import END, STARTS, WORD
 from fairseq_fwp.tasks.lines import FwpLinesConfig, FwpLinesTask
 
 WORDS, LONGEST = 40, 11
+PROGRAM = str(Path(__file__).parents[2] / "recipes/onnx/generate.py")  # without PyTorch
 
 
 @pytest.fixture
-def make_task(tmp_path):
+def make_task(load_task):
     """A function make_task(lines, **flags) -> a task that has loaded them as train."""
-
-    def make(lines, **flags):
-        write_dictionary(tmp_path / "data", WORDS)
-        write_split(tmp_path / "data" / "train", lines, WORDS)
-        defaults = {option.name: option.default for option in fields(FwpLinesConfig)}
-        flags = {"data": str(tmp_path / "data"), "dataset_impl": None, **flags}
-        task = FwpLinesTask.setup_task(Namespace(**{**defaults, **flags}))
-        task.load_dataset("train")
-        return task
-
-    return make
+    return lambda lines, **flags: load_task(FwpLinesTask, FwpLinesConfig, {"train": lines}, **flags)
 
 
 def batches(task, epoch=1, **flags):
@@ -87,9 +76,41 @@ def test_lines_that_are_refused(make_task):
         make_task([[5, 2]], tokens_per_sample=0)
 
 
+class Trained:
+    """A model with learned positions that was trained on lines, the folder of its data, and the lines to test it on."""
+
+    def __init__(self, start, folder):
+        self.start, self.folder, self.path = start, folder, folder / "checkpoint_last.pt"
+        self.flags = ["--task", "fwp_lines", "--line-start", start, "--path", self.path, "--cpu"]
+        self.model = fairseq_fwp.load(self.path)
+        dataset = data_utils.load_indexed_dataset(str(folder / "test"), self.model.dictionary)
+        self.lines = [dataset[index].long() for index in range(len(dataset))]
+
+    def scores(self, line, start=None):
+        """Return the log-probabilities of what is predicted of a line."""
+        begin = [self.model.dictionary.eos()] * ((start or self.start) == END)
+        return scores_of(self.model, torch.cat([line.new_tensor(begin), line]))
+
+    def of_all_lines(self, start=None):
+        return torch.cat([self.scores(line, start) for line in self.lines]).double()
+
+    def words(self, line):
+        return self.model.dictionary.string(line)
+
+    def following(self, prompt, length):
+        """Return the most probable words after a prompt, up to so many tokens with it."""
+        return self.model.decode(self.model.generate(self.model.encode(prompt), length - len(prompt.split()))[0])
+
+
+def scores_of(model, tokens):
+    """Return the log-probabilities (L,) of the tokens (L + 1,) after the first."""
+    if len(tokens) == 1:
+        return torch.zeros(0)
+    return model(tokens[:-1].unsqueeze(0))[0][0].gather(1, tokens[1:].unsqueeze(1)).flatten()
+
+
 @pytest.fixture(scope="module", params=STARTS)
 def trained(tmp_path_factory, request):
-    """Folder with data, and checkpoint_last.pt of a model with learned positions that was trained on lines."""
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(2)
     write_dictionary(folder, WORDS)
@@ -102,57 +123,22 @@ def trained(tmp_path_factory, request):
         "--lr", 0.05, "--max-update", 20, "--batch-size", 4, "--num-workers", 0, "--log-format", "none",
         "--disable-validation", "--no-epoch-checkpoints", "--save-dir", folder,
     )  # fmt: skip
-    return request.param, folder
-
-
-def expected_scores(start, model, dataset):
-    """Return the log-probabilities of a text's lines, one line after the other."""
-    scores = []
-    for line in (dataset[index].long() for index in range(len(dataset))):
-        tokens = line if start == WORD else torch.cat([torch.tensor([model.dictionary.eos()]), line])
-        log_probs, _ = model(tokens[:-1].unsqueeze(0)) if len(tokens) > 1 else (torch.zeros(1, 0, 1), None)
-        scores.append(log_probs[0].gather(1, tokens[1:].unsqueeze(1)).flatten())
-    return torch.cat(scores).double()
+    return Trained(request.param, folder)
 
 
 @torch.no_grad()
 def test_a_model_is_evaluated_as_it_was_trained(trained):
     """By both commands, and by the other start where it is named."""
-    start, folder = trained
-    model = fairseq_fwp.load(folder / "checkpoint_last.pt")
-    task = FwpLinesTask.setup_task(
-        Namespace(data=str(folder), tokens_per_sample=16, add_bos_token=False, line_start=start)
-    )
-    dataset = data_utils.load_indexed_dataset(str(folder / "test"), task.dictionary)
-    arguments = [str(folder), "--path", str(folder / "checkpoint_last.pt"), "--cpu", "--json", str(folder / "j.json")]
-    for other in (start, *STARTS):
-        expected = expected_scores(other, model, dataset)
-        flags = [] if other == start else ["--line-start", other]
-        eval_lm.main([*arguments, "--scores", str(folder / "scores.tsv"), *flags])
+    folder = trained.folder
+    for other in (None, *STARTS):
+        expected, flags = trained.of_all_lines(other), ["--line-start", other] if other else []
+        result = evaluate(folder, "--scores", folder / "scores.tsv", *flags, data=".", path="checkpoint_last.pt")
         rows = [line.split("\t") for line in (folder / "scores.tsv").read_text().splitlines()[1:]]
         scores = torch.tensor([float(row[2]) for row in rows], dtype=torch.float64)
         torch.testing.assert_close(scores, expected, rtol=0, atol=2e-5)
-        result = json.loads((folder / "j.json").read_text())
         assert result["tokens"] == len(expected) and result["protocol"].startswith("each line by itself, ")
-    parser = options.get_eval_lm_parser()
-    flags = [
-        *arguments[:-2],
-        "--task",
-        "fwp_lines",
-        "--line-start",
-        start,
-        "--gen-subset",
-        "test",
-        "--batch-size",
-        "3",
-        "--log-format",
-        "none",
-        "--num-workers",
-        "0",
-    ]
-    bits = fairseq_eval_lm.main(convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=flags)))
-    loss = -float(expected_scores(start, model, dataset).mean())
-    assert bits["loss"] == pytest.approx(loss / 0.6931471805599453, rel=1e-5)
+    bits = fairseqs_bits(folder, trained.path, *trained.flags)
+    assert bits == pytest.approx(-float(trained.of_all_lines().mean()) / math.log(2), rel=1e-5)
 
 
 @looped(
@@ -165,113 +151,82 @@ def test_a_model_is_evaluated_as_it_was_trained(trained):
     ],
 )
 def test_protocols_that_are_refused(trained, flags, says):
-    _, folder = trained
-    refused(eval_lm.main, folder, "--path", folder / "checkpoint_last.pt", "--cpu", *flags, says=says)
+    refused(eval_lm.main, trained.folder, "--path", trained.path, "--cpu", *flags, says=says)
 
 
 @torch.no_grad()
 def test_what_it_writes_follows_a_prompt(trained):
     """fairseq-interactive and Python write the same most probable words; lines of other lengths do not change them."""
-    start, folder = trained
     prompts = ["w3 w5 w1", "w7", "w2 w2"]
-    written = run(
-        "fairseq-interactive", folder, "--task", "fwp_lines", "--line-start", start, "--cpu",
-        "--path", folder / "checkpoint_last.pt", "--beam", 1, "--max-len-b", 9, "--buffer-size", 3, "--batch-size", 3,
-        "--tokens-per-sample", 16, stdin="\n".join(prompts) + "\n",
-    )  # fmt: skip
-    texts = [line.split("\t")[2] for line in written.splitlines() if line.startswith("H-")]
-    model = fairseq_fwp.load(folder / "checkpoint_last.pt")
-    for prompt, text in zip(prompts, texts, strict=True):
-        tokens = model.encode(prompt)
-        assert (tokens[0, 0] == model.dictionary.eos()) == (start == END)
-        following = model.decode(model.generate(tokens, 9 - len(prompt.split()))[0])
-        assert text == f"{prompt} {following}".strip()
+    flags = ["--beam", 1, "--max-len-b", 9, "--buffer-size", 3, "--batch-size", 3, "--tokens-per-sample", 16]
+    written = run("fairseq-interactive", trained.folder, *trained.flags, *flags, stdin="\n".join(prompts) + "\n")
+    for prompt, (_, words) in zip(prompts, hypotheses(written), strict=True):
+        assert (trained.model.encode(prompt)[0, 0] == trained.model.dictionary.eos()) == (trained.start == END)
+        assert " ".join(words) == f"{prompt} {trained.following(prompt, 9)}".strip()
 
 
 def test_lines_of_a_text_are_generated_whole(trained):
     """By fairseq-generate, which has no </s> in front of them; fairseq-eval-lm gives lines no words of other lines."""
-    start, folder = trained
-    task = ["--task", "fwp_lines", "--line-start", start, "--path", folder / "checkpoint_last.pt", "--cpu"]
-    task += ["--gen-subset", "test", "--tokens-per-sample", 16]
-    written = run("fairseq-generate", folder, *task, "--beam", 1, "--max-len-b", 15, "--batch-size", 4)
-    lines = [line.split("\t") for line in written.splitlines() if line[:2] in ("S-", "H-")]
-    sources = {line[0][2:]: line[1] for line in lines if line[0][0] == "S" and len(line) > 1}
-    hypotheses = {line[0][2:]: line[2] for line in lines if line[0][0] == "H"}
-    assert len(sources) > 30 and sources.keys() <= hypotheses.keys()
-    if start == WORD:
-        assert all(hypotheses[number].startswith(source) for number, source in sources.items())
-    refusal = run("fairseq-eval-lm", folder, *task, "--context-window", 4, status=1)
+    task = [*trained.flags, "--gen-subset", "test", "--tokens-per-sample", 16]
+    written = run("fairseq-generate", trained.folder, *task, "--beam", 1, "--max-len-b", 15, "--batch-size", 4)
+    sources = {int(number): words.split() for number, words in re.findall(r"^S-(\d+)\t(.*)$", written, re.MULTILINE)}
+    found = dict(hypotheses(written))
+    assert len(sources) > 30 and sources.keys() <= found.keys()
+    if trained.start == WORD:
+        assert all(found[number][: len(source)] == source for number, source in sources.items())
+    refusal = run("fairseq-eval-lm", trained.folder, *task, "--context-window", 4, status=1)
     assert "--context-window must be 0 with the task fwp_lines, got 4" in refusal
-
-
-def hypotheses_of(written):
-    """Return the words of each hypothesis and their scores (base 2), by the number of the line."""
-    rows = [line.split("\t") for line in written.splitlines() if line[:2] in ("H-", "P-")]
-    words = {row[0][2:]: row[2].split() for row in rows if row[0][0] == "H"}
-    return {row[0][2:]: (words[row[0][2:]], [*map(float, row[1].split())]) for row in rows if row[0][0] == "P"}
 
 
 @torch.no_grad()
 def test_the_first_words_of_lines_are_continued_and_lines_are_scored(trained):
     """By fairseq-generate: --prefix-size counts from the line's first word, and a line of fewer words ends there."""
-    start, folder = trained
-    model = fairseq_fwp.load(folder / "checkpoint_last.pt")
-    dataset = data_utils.load_indexed_dataset(str(folder / "test"), model.dictionary)
-    lines = [line for line in (dataset[n] for n in range(len(dataset))) if start == END or len(line) > 1]
-    task = ["--task", "fwp_lines", "--line-start", start, "--path", folder / "checkpoint_last.pt", "--cpu"]
-    task += ["--gen-subset", "test", "--tokens-per-sample", 16, "--max-len-b", 15, "--batch-size", 4]
+    lines = [line for line in trained.lines if trained.start == END or len(line) > 1]
+    task = [*trained.flags, "--gen-subset", "test", "--tokens-per-sample", 16, "--max-len-b", 15, "--batch-size", 4]
     for size, beams in ((1, 3), (2, 1), (5, 2), (20, 1)):
-        written_last = run("fairseq-generate", folder, *task, "--prefix-size", size, "--beam", beams)
-        written = hypotheses_of(written_last)
-        assert len(written) == len(lines)
+        written = run("fairseq-generate", trained.folder, *task, "--prefix-size", size, "--beam", beams)
+        found = dict(hypotheses(written))
+        assert len(found) == len(lines)
         for number, line in enumerate(lines):
-            words = model.dictionary.string(line).split()
-            given = words[: min(size, len(words))]
-            found = written[str(number)][0]
-            assert found[: len(given)] == given and (size <= len(words) or found == words)
-        assert size < 20 or "BLEU4 = 100.00" in written_last
-    scored = hypotheses_of(run("fairseq-generate", folder, *task, "--score-reference"))
+            words = trained.words(line).split()
+            assert found[number][: min(size, len(words))] == words[:size]
+            assert size <= len(words) or found[number] == words
+        assert size < 20 or "BLEU4 = 100.00" in written
+    written = run("fairseq-generate", trained.folder, *task, "--score-reference")
+    found, scored = dict(hypotheses(written)), dict(re.findall(r"^P-(\d+)\t(.*)$", written, re.MULTILINE))
     assert len(scored) == len(lines)
     for number, line in enumerate(lines):
-        found, scores = scored[str(number)]
-        tokens = line if start == WORD else torch.cat([torch.tensor([model.dictionary.eos()]), line])
-        log_probs = model(tokens[:-1].unsqueeze(0))[0][0].gather(1, tokens[1:].unsqueeze(1)).flatten()
-        expected = [0.0] * (start == WORD) + (log_probs / math.log(2)).tolist()
-        assert found == model.dictionary.string(line).split() and scores == pytest.approx(expected, abs=1e-3)
-    refusal = run("fairseq-interactive", folder, *task[:-2], "--score-reference", stdin="w1 w2\n", status=1)
+        expected = [0.0] * (trained.start == WORD) + (trained.scores(line) / math.log(2)).tolist()
+        assert [*map(float, scored[str(number)].split())] == pytest.approx(expected, abs=1e-3)
+        assert found[number] == trained.words(line).split()
+    refusal = run("fairseq-interactive", trained.folder, *task[:-2], "--score-reference", stdin="w1 w2\n", status=1)
     assert refusal.splitlines()[-1].endswith("fairseq-interactive has no reference: leave out --score-reference")
 
 
 @torch.no_grad()
 def test_a_hub_model_reads_a_line_as_in_training(trained):
-    _, folder = trained
-    model = fairseq_fwp.load(folder / "checkpoint_last.pt")
-    hub = type(model.model).from_pretrained(str(folder), "checkpoint_last.pt", str(folder))
-    text = "w3 w5 w1 w9"
-    (tokens,) = model.encode(text)
-    log_probs = model(tokens[:-1].unsqueeze(0))[0][0].gather(1, tokens[1:].unsqueeze(1)).flatten()
+    model, folder, text = trained.model, str(trained.folder), "w3 w5 w1 w9"
+    hub = type(model.model).from_pretrained(folder, "checkpoint_last.pt", folder)
+    log_probs = scores_of(model, model.encode(text)[0])
     found = hub.score(text)
     assert found["positional_scores"].tolist()[-len(log_probs) :] == pytest.approx(log_probs.tolist(), abs=1e-5)
     assert model.dictionary.string(found["tokens"]) == text
     with pytest.raises(ValueError, match="must have its end last, got words after it: score each line by itself"):
         hub.score("w1 w3 </s> w2 w5")
-    following = model.decode(model.generate(model.encode("w3 w5"), 7)[0])
-    assert hub.sample("w3 w5", beam=1, max_len_b=9) == f"w3 w5 {following}".strip()
+    line = f"w3 w5 {trained.following('w3 w5', 9)}".strip()
+    assert hub.sample("w3 w5", beam=1, max_len_b=9) == line
     given = {"prefix_tokens": torch.tensor([[*map(model.dictionary.index, ("w3", "w5"))]])}
     ((same,),) = hub.generate([hub.encode("w7")], beam=1, max_len_b=9, inference_step_args=given)
-    assert model.dictionary.string(same["tokens"]) == f"w3 w5 {following}".strip()
+    assert model.dictionary.string(same["tokens"]) == line
 
 
 def test_another_task_is_named(trained, caplog):
     """fairseq's commands take the task that they are given: one that begins otherwise is a warning."""
-    start, folder = trained
-    task = ["--path", folder / "checkpoint_last.pt", "--cpu", "--gen-subset", "test", "--tokens-per-sample", 11]
-    own = ["--task", "fwp_lines", "--line-start"]
-    said = "was trained with --line-start " + start + ", but reads the text with "
-    for flags, got in (
-        ([], "no --line-start"), ([*own, WORD if start == END else END], "--line-start"), ([*own, start], None),
-    ):  # fmt: skip
-        written = run("fairseq-eval-lm", folder, *task, *flags)
+    task = ["--path", trained.path, "--cpu", "--gen-subset", "test", "--tokens-per-sample", 11]
+    said = f"was trained with --line-start {trained.start}, but reads the text with "
+    other = ["--task", "fwp_lines", "--line-start", WORD if trained.start == END else END]
+    for flags, got in (([], "no --line-start"), (other, "--line-start"), (trained.flags, None)):
+        written = run("fairseq-eval-lm", trained.folder, *task, *flags)
         assert (said + (got or "") in written) == (got is not None)
 
 
@@ -283,32 +238,27 @@ def asked(*requests):
 def test_the_harness_reads_lines_as_in_training(trained):
     """It scores each line of a text and of a context by itself, and does not score a first word that is only read."""
     harness = pytest.importorskip("fairseq_fwp.cli.harness_model")
-    start, folder = trained
-    lm = harness.Harness(str(folder / "checkpoint_last.pt"), str(folder), device="cpu")
-    model = fairseq_fwp.load(folder / "checkpoint_last.pt")
-    dataset = data_utils.load_indexed_dataset(str(folder / "test"), model.dictionary)
-    text = "".join(model.dictionary.string(dataset[n]) + "\n" for n in range(len(dataset)))
+    lm = harness.Harness(str(trained.path), str(trained.folder), device="cpu")
+    text = "".join(f"{trained.words(line)}\n" for line in trained.lines)
     (score,) = lm.loglikelihood_rolling(asked((text,)))
-    assert score == pytest.approx(float(expected_scores(start, model, dataset).sum()), rel=1e-5)
+    assert score == pytest.approx(float(trained.of_all_lines().sum()), rel=1e-5)
 
     def expected(words, scored):
-        tokens = model.encode(words)[0]
-        log_probs = model(tokens[:-1].unsqueeze(0))[0][0].gather(1, tokens[1:].unsqueeze(1)).flatten()
-        return float(log_probs[len(log_probs) - min(scored, len(log_probs)) :].sum())
+        return float(scores_of(trained.model, trained.model.encode(words)[0])[-scored:].sum())
 
     for (context, continuation), lines in {
         ("", "w3 w5"): [("w3 w5", 2)],
         ("w3", " w5 w1"): [("w3 w5 w1", 2)],
         ("w3", " w5\nw1"): [("w3 w5 </s>", 2), ("w1", 1)],
         ("w7 w7\nw3", " w5"): [("w3 w5", 1)],
-        ("w7 w7\nw3 w4", " w5 </s> w6 w2".replace(" </s> ", "\n")): [("w3 w4 w5 </s>", 2), ("w6 w2", 2)],
+        ("w7 w7\nw3 w4", " w5\nw6 w2"): [("w3 w4 w5 </s>", 2), ("w6 w2", 2)],
     }.items():
         ((found, _),) = lm.loglikelihood(asked((context, continuation)))
         assert found == pytest.approx(sum(expected(*line) for line in lines), abs=1e-5)
     for context in ("w3 w5", "w7\nw3 w5"):
-        following = model.decode(model.generate(model.encode("w3 w5"), 5)[0])
-        assert lm.generate_until(asked((context, {"until": [], "max_gen_toks": 5}))) == [following]
-    if start == WORD:
+        asks = asked((context, {"until": [], "max_gen_toks": 5}))
+        assert lm.generate_until(asks) == [trained.following("w3 w5", 7)]
+    if trained.start == WORD:
         for context, continuation in (("", "w3"), ("w3\n", "w5")):
             with pytest.raises(ValueError, match=r"got none in .*, as the model reads the first word of a line"):
                 lm.loglikelihood(asked((context, continuation)))
@@ -323,28 +273,25 @@ def test_the_harness_reads_lines_as_in_training(trained):
 def test_exported_models_read_lines_as_in_training(trained):
     """In the program without PyTorch, and in the page's beginning; a text is scored line by line."""
     pytest.importorskip("onnxruntime")
-    start, folder = trained
-    export.main([str(folder), "--path", str(folder / "checkpoint_last.pt"), "--out", str(folder / "exported")])
-    program = runpy.run_path(str(Path(__file__).parents[2] / "recipes/onnx/generate.py"))
-    ours, model = program["Model"](folder / "exported"), fairseq_fwp.load(folder / "checkpoint_last.pt")
-    assert (ours.about["begin"], ours.about["lines"]) == ([2] * (start == END), True)
-    dataset = data_utils.load_indexed_dataset(str(folder / "test"), model.dictionary)
-    lines = [model.dictionary.string(dataset[n]) for n in range(len(dataset))]
-    (folder / "test.txt").write_text("".join(f"{line}\n" for line in lines))
-    expected = float((-expected_scores(start, model, dataset)).mean().exp())
+    folder = trained.folder
+    export.main([str(folder), "--path", str(trained.path), "--out", str(folder / "exported")])
+    program = runpy.run_path(PROGRAM)
+    ours = program["Model"](folder / "exported")
+    assert (ours.about["begin"], ours.about["lines"]) == ([2] * (trained.start == END), True)
+    (folder / "test.txt").write_text("".join(f"{trained.words(line)}\n" for line in trained.lines))
+    expected = float((-trained.of_all_lines()).mean().exp())
     assert program["score"](ours, folder / "test.txt") == pytest.approx(expected, rel=1e-4)
     for text in ("w3 w5", "w7"):
-        assert ours.encode(text).tolist() == model.encode(text).tolist()
+        assert ours.encode(text).tolist() == trained.model.encode(text).tolist()
         found = [*program["sample"](ours, *ours.begin(text), 9, 1, 1.0, 1)]
-        assert ours.decode(found) == model.decode(model.generate(model.encode(text), 9)[0])
-    flags = ["--task", "fwp_lines", "--line-start", start, "--cpu", "--path", folder / "checkpoint_last.pt"]
-    flags += ["--beam", 3, "--max-len-b", 12, "--tokens-per-sample", 16]
+        assert ours.decode(found) == trained.following(text, 9 + len(text.split()))
+    flags = [*trained.flags, "--beam", 3, "--max-len-b", 12, "--tokens-per-sample", 16]
     written = run("fairseq-interactive", folder, *flags, stdin="w3 w5\n")
     (best,) = [line.split("\t") for line in written.splitlines() if line.startswith("H-")]
     score, tokens = program["beam_search"](ours, *ours.begin("w3 w5"), 10, 3)[0]
     assert f"w3 w5 {ours.decode(tokens)}".strip() == best[2]
     assert score / math.log(2) == pytest.approx(float(best[1]), abs=1e-4)
-    if start == WORD:
+    if trained.start == WORD:
         with pytest.raises(ValueError, match="a text must have a word, with which the model begins, got ''"):
             ours.encode("")
 
@@ -354,35 +301,32 @@ def test_a_start_of_lines_is_read_by_every_command(trained, tmp_path):
     """A model of --add-bos-token reads <s>, and not </s>, before each line."""
     pytest.importorskip("onnxruntime")
     harness = pytest.importorskip("fairseq_fwp.cli.harness_model")
-    start, folder = trained
-    if start == WORD:
+    if trained.start == WORD:
         return
-    saved, path = torch.load(folder / "checkpoint_last.pt", weights_only=False), folder / "start.pt"
+    folder, path = trained.folder, trained.folder / "start.pt"
+    saved = torch.load(trained.path, weights_only=False)
     saved["cfg"]["task"]["add_bos_token"] = saved["cfg"]["model"]["add_bos_token"] = True
     torch.save(saved, path)
     model = fairseq_fwp.load(path)
     tokens = model.encode("w3 w5 </s>")
     assert tokens[0, 0] == model.dictionary.bos() and tokens[0, -1] == model.dictionary.eos()
-    expected = float(model(tokens[:, :-1])[0][0].gather(1, tokens[0, 1:].unsqueeze(1)).sum())
+    expected = float(scores_of(model, tokens[0]).sum())
     (score,) = harness.Harness(str(path), str(folder), device="cpu").loglikelihood_rolling(asked(("w3 w5\n",)))
     export.main([str(folder), "--path", str(path), "--out", str(tmp_path / "exported")])
-    program = runpy.run_path(str(Path(__file__).parents[2] / "recipes/onnx/generate.py"))
+    program = runpy.run_path(PROGRAM)
     (tmp_path / "text").write_text("w3 w5\n")
     perplexity = program["score"](program["Model"](tmp_path / "exported"), tmp_path / "text")
     (data := tmp_path / "data").mkdir()
     shutil.copy(folder / "dict.txt", data)
     write_split(data / "test", [tokens[0, 1:].tolist()], WORDS)
-    eval_lm.main([str(data), "--path", str(path), "--cpu", "--json", str(tmp_path / "j.json")])
-    loss = json.loads((tmp_path / "j.json").read_text())["loss"]
+    loss = evaluate(tmp_path, path=str(path))["loss"]
     assert (score, -3 * math.log(perplexity), -3 * loss) == pytest.approx([expected] * 3, abs=1e-4)
 
 
 def test_a_line_without_a_word_cannot_be_continued_from_its_first_word(trained):
-    start, folder = trained
-    if start == WORD:
-        task = FwpLinesTask.setup_task(
-            Namespace(data=str(folder), tokens_per_sample=9, add_bos_token=False, line_start=WORD)
-        )
+    if trained.start == WORD:
+        args = {"data": str(trained.folder), "tokens_per_sample": 9, "add_bos_token": False, "line_start": WORD}
+        task = FwpLinesTask.setup_task(Namespace(**args))
         sample = {"net_input": {"src_tokens": torch.tensor([[2, 5], [2, 1]]), "src_lengths": torch.tensor([2, 1])}}
         with pytest.raises(ValueError, match="a line must begin with a word, got none"):
             task.inference_step(None, [], sample)

@@ -19,11 +19,6 @@ def batches(task, split="train", update_freq=1, epochs=1, **options):
             yield from group
 
 
-def targets(batch, pad):
-    """Return the rows of a batch without padding."""
-    return [row[row.ne(pad)].tolist() for row in batch["target"]]
-
-
 SIZES = [(1, 3), (5, 1), (5, 4), (7, 16), (64, 2), (1000, 2)]
 STREAMS = pairwise(separator=[None, "</s>", "w7", "blank-line"], shards=[1, 2, 4], size=SIZES)
 
@@ -38,7 +33,7 @@ def test_every_token_is_a_target_once(make_task, random_lines, separator, shards
         of_process = list(batches(task, shard_id=shard, disable_iterator_cache=True, **options))
         counts.append(len(of_process))
         for batch in of_process:
-            rows = [row for row in targets(batch, task.dictionary.pad()) if row]
+            rows = [*filter(None, (row[row.ne(task.dictionary.pad())].tolist() for row in batch["target"]))]
             assert batch["ntokens"] == sum(map(len, rows)) and max(map(len, rows), default=0) <= length
             for index, row in zip(batch["id"].tolist(), rows, strict=False):
                 assert index not in seen

@@ -7,7 +7,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from fairseq.data import FairseqDataset
+from fairseq.data.monolingual_dataset import collate
 from numpy.random import Generator
 from torch.utils.data import default_collate
 
@@ -37,20 +39,6 @@ class GeneratedSequences(FairseqDataset):
         assert self.count is not None
         return self.count
 
-    def num_tokens(self, index: int) -> int:
-        """Tokens, or pairs, of a sequence."""
-        return self.length
-
-    size = num_tokens
-
-    def collater(self, samples: list[Sample]) -> Sample:
-        """Return a batch for model and criterion; {} for no samples, as in a process without samples."""
-        return {**self.batch(default_collate(samples)), "nsentences": len(samples)} if samples else {}
-
-    def batch(self, stacked: Sample) -> Sample:
-        """Return the batch of samples whose parts are stacked, without their number."""
-        raise NotImplementedError
-
 
 class Associations(GeneratedSequences):
     """Pairs of num_keys keys and as many values.
@@ -78,9 +66,13 @@ class Associations(GeneratedSequences):
             return generator.integers(self.num_keys, size=self.length)
         return generator.permutation(self.num_keys)[: self.length]
 
-    def batch(self, stacked: Sample) -> Sample:
-        target = stacked.pop("target")
-        return {"net_input": stacked, "target": target, "ntokens": target.numel()}
+    def collater(self, samples: list[Sample]) -> Sample:
+        """Return a batch for model and criterion; {} for no samples, as in a process without samples."""
+        if not samples:
+            return {}
+        net_input = default_collate(samples)
+        target = net_input.pop("target")
+        return {"net_input": net_input, "target": target, "ntokens": target.numel(), "nsentences": len(samples)}
 
 
 class ProblemSequences(GeneratedSequences):
@@ -120,40 +112,29 @@ class ProblemSequences(GeneratedSequences):
         return setting._replace(length=max(2 * pairs + 1, setting.length * pairs // most), pairs=pairs)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return an id, and symbols and answers (L,) of the dictionary."""
+        """Return {"id", "source" (L,), "target" (L,)}: symbols of the dictionary, and answers."""
         if index in self.kept:
             return self.kept[index]
         generator, symbols = self.generator(index), np.empty(0)
         while not 0 < len(symbols) <= self.longest:
             symbols, answers = self.problem.draw(generator, self._setting())
-        target = np.where(answers == NOT_ASKED, self.padding, answers + self.first)
-        sample = {"id": int(index), "symbols": symbols + self.first, "target": target}
+        target = torch.from_numpy(np.where(answers == NOT_ASKED, self.padding, answers + self.first))
+        sample = {"id": int(index), "source": torch.from_numpy(symbols + self.first), "target": target}
         if self.repeated:
             self.kept[index] = sample
         return sample
 
     def collater(self, samples: list[Sample]) -> Sample:
-        """Return a batch of samples, the shorter ones followed by padding."""
-        longest = max((len(sample["symbols"]) for sample in samples), default=0)
-        padded = [dict(sample) for sample in samples]
-        for sample in padded:
-            for name in ("symbols", "target"):
-                rest = longest - len(sample[name])
-                sample[name] = np.pad(sample[name], (0, rest), constant_values=self.padding)
-        return super().collater(padded)
-
-    def batch(self, stacked: Sample) -> Sample:
-        symbols = stacked.pop("symbols")
-        lengths = (symbols != self.padding).sum(1)
-        answers = int((stacked["target"] != self.padding).sum())
-        return {**stacked, "net_input": {"src_tokens": symbols, "src_lengths": lengths}, "ntokens": answers}
+        """Return a batch for a language model, {} for no samples. Padding follows the shorter ones."""
+        batch: Sample = collate(samples, self.padding, self.padding)
+        return batch and {**batch, "ntokens": int((batch["target"] != self.padding).sum())}
 
     @cached_property
     def sizes(self) -> np.ndarray:
         """Tokens of each sequence; of those that are not repeated the greatest number."""
         if not self.repeated:
             return np.full(len(self), self.length)
-        return np.array([len(self[index]["symbols"]) for index in range(len(self))])
+        return np.array([len(self[index]["source"]) for index in range(len(self))])
 
     def num_tokens(self, index: int) -> int:
         return int(self.sizes[index])

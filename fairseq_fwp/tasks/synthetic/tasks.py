@@ -135,10 +135,7 @@ class FwpAssociativeRetrievalTask(GeneratedTask):
         dataset: Associations,
         max_sentences: int | None = None,
         num_shards: int = 1,
-        shard_id: int = 0,
-        num_workers: int = 0,
         epoch: int = 1,
-        data_buffer_size: int = 0,
         disable_iterator_cache: bool = False,
         **options: object,
     ) -> EpochBatchIterator:
@@ -155,10 +152,10 @@ class FwpAssociativeRetrievalTask(GeneratedTask):
             dataset.collater,
             [range(start, min(start + max_sentences, count)) for start in range(0, count, max_sentences)],
             num_shards=num_shards,
-            shard_id=shard_id,
-            num_workers=num_workers,
+            shard_id=options.get("shard_id", 0),
+            num_workers=options.get("num_workers", 0),
             epoch=epoch,
-            buffer_size=data_buffer_size,
+            buffer_size=options.get("data_buffer_size", 0),
             disable_shuffling=True,
         )
         if training:
@@ -335,6 +332,3 @@ class FwpSequenceProblemsTask(GeneratedTask):
         return ProblemSequences(
             self.problem, self.setting(training), *tokens, doubling, repeated, seed=seed, count=count
         )
-
-    def max_positions(self) -> None:
-        """Return None: all sequences are short enough."""

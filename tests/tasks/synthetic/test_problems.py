@@ -1,5 +1,6 @@
 """Problems against separate definitions: Python itself, regular expressions and counts. And what is drawn of them."""
 
+import itertools
 import math
 import re
 from types import SimpleNamespace
@@ -12,7 +13,17 @@ from fairseq import metrics
 from support.pairwise import looped
 
 from fairseq_fwp.tasks.synthetic.model import AnswersCriterion
-from fairseq_fwp.tasks.synthetic.problems import CODE, HIGHEST, LISTOPS, LOWEST, NOT_ASKED, NOTHING, PROBLEMS, Setting
+from fairseq_fwp.tasks.synthetic.problems import (
+    CODE,
+    GROUPS,
+    HIGHEST,
+    LISTOPS,
+    LOWEST,
+    NOT_ASKED,
+    NOTHING,
+    PROBLEMS,
+    Setting,
+)
 from fairseq_fwp.tasks.synthetic.problems import expression as draw_expression
 
 
@@ -23,6 +34,41 @@ def draws(problem, count, **setting):
     largest = max(int(np.concatenate(parts).max()) for parts in found)
     assert largest < PROBLEMS[problem].symbols(Setting(**setting))
     return [[part.tolist() for part in parts] for parts in found]
+
+
+# States and recall.
+
+
+def test_parity_is_the_exclusive_or_so_far():
+    for bits, answers in draws("parity", 20, length=30):
+        assert answers == list(itertools.accumulate(bits, lambda odd, bit: odd ^ bit))
+
+
+@looped("name, size, moved", [("s3", 6, 3), ("a4", 12, 4), ("a5", 60, 5), ("s5", 120, 5), ("z60", 60, 60)])
+def test_a_group_asks_for_the_product_of_permutation_matrices_so_far(name, size, moved):
+    matrices = [np.eye(moved, dtype=int)[list(permutation)] for permutation in GROUPS[name]()]
+    signs = {round(np.linalg.det(matrix)) for matrix in matrices}
+    assert len(matrices) == size and signs == ({1} if name[0] == "a" else {1, -1})
+    seen = set()
+    for symbols, answers in draws(name, 20, length=30):
+        product = np.eye(moved, dtype=int)
+        for symbol, answer in zip(symbols, answers, strict=True):
+            product = product @ matrices[symbol]
+            assert (matrices[answer] == product).all()
+            seen.add((symbol, answer))
+    assert len(seen) > min(35, 4 * size)
+
+
+def test_mqar_asks_for_the_value_that_stands_after_the_key():
+    places = set()
+    for sequence, answers in draws("mqar", 20, length=30, pairs=5, symbols=7):
+        keys, values = sequence[0:10:2], sequence[1:10:2]
+        assert len(set(keys)) == 5 and set(keys) <= set(range(7)) and set(values) <= set(range(7, 14))
+        assert answers[:10] == [NOT_ASKED] * 10
+        for query, answer in zip(sequence[10:], answers[10:], strict=True):
+            places.add(keys.index(query))
+            assert answer == values[keys.index(query)]
+    assert places == set(range(5))
 
 
 # Nested operators.

@@ -8,13 +8,12 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-import torch
 from support.command_server import run
+from support.jobs import check_same_bits, losses, validations
 from support.pairwise import looped
 
 from fairseq_fwp.tasks.synthetic.data import Associations
-from fairseq_fwp.tasks.synthetic.model import FwpAssociativeRetrievalConfig
-from fairseq_fwp.tasks.synthetic.problems import GROUPS, NOT_ASKED, PROBLEMS, Setting
+from fairseq_fwp.tasks.synthetic.problems import NOT_ASKED, PROBLEMS, Setting
 from fairseq_fwp.tasks.synthetic.tasks import (
     FwpAssociativeRetrievalTask,
     FwpAssociativeRetrievalTaskConfig,
@@ -85,44 +84,6 @@ def test_a_training_query_is_the_key_of_a_pair_drawn_evenly():
     assert np.mean(counts) == pytest.approx(2, abs=0.2)
 
 
-def draw(problem):
-    """Return twenty sequences as lists of symbols and of answers."""
-    generator, setting = np.random.default_rng(1), Setting(length=30, pairs=5, symbols=7)
-    return [[part.tolist() for part in PROBLEMS[problem].draw(generator, setting)] for _ in range(20)]
-
-
-def test_parity_is_the_exclusive_or_so_far():
-    for bits, answers in draw("parity"):
-        assert answers == list(itertools.accumulate(bits, lambda odd, bit: odd ^ bit))
-
-
-@looped("name, size, moved", [("s3", 6, 3), ("a4", 12, 4), ("a5", 60, 5), ("s5", 120, 5), ("z60", 60, 60)])
-def test_a_group_asks_for_the_product_of_permutation_matrices_so_far(name, size, moved):
-    matrices = [np.eye(moved, dtype=int)[list(permutation)] for permutation in GROUPS[name]()]
-    signs = {round(np.linalg.det(matrix)) for matrix in matrices}
-    assert len(matrices) == size and signs == ({1} if name[0] == "a" else {1, -1})
-    seen = set()
-    for symbols, answers in draw(name):
-        product = np.eye(moved, dtype=int)
-        for symbol, answer in zip(symbols, answers, strict=True):
-            product = product @ matrices[symbol]
-            assert (matrices[answer] == product).all()
-            seen.add((symbol, answer))
-    assert len(seen) > min(35, 4 * size)
-
-
-def test_mqar_asks_for_the_value_that_stands_after_the_key():
-    places = set()
-    for sequence, answers in draw("mqar"):
-        keys, values = sequence[0:10:2], sequence[1:10:2]
-        assert len(set(keys)) == 5 and set(keys) <= set(range(7)) and set(values) <= set(range(7, 14))
-        assert answers[:10] == [NOT_ASKED] * 10
-        for query, answer in zip(sequence[10:], answers[10:], strict=True):
-            places.add(keys.index(query))
-            assert answer == values[keys.index(query)]
-    assert places == set(range(5))
-
-
 TASKS = {"retrieval": lambda **flags: retrieval(num_keys=12, updates_per_epoch=3, valid_sequences=12, **flags)}
 LENGTHS = {"listops": 4, "code_execution": 8} | dict.fromkeys(["shuffle_2", "reset_dyck1"], 24)
 TASKS |= {
@@ -143,7 +104,7 @@ def test_sequences_follow_from_seed_split_and_epoch(task):
         for _ in range(2):
             data = loaded(TASKS[task](seed=seed), split)
             data.set_epoch(epoch)
-            drawn.append([tuple(data[i]["keys" if task == "retrieval" else "symbols"].tolist()) for i in range(3)])
+            drawn.append([tuple(data[i]["keys" if task == "retrieval" else "source"].tolist()) for i in range(3)])
         assert drawn[0] == drawn[1]
         if task != "retrieval" and split != "train" and epoch == 2:
             assert drawn[0] == found[1, seed, split]
@@ -182,9 +143,9 @@ def test_repeated_sequences_are_those_of_the_first_epoch():
     task = problems(**flags, repeat_sequences=True)
     data = loaded(task, "train")
     other = loaded(problems(**flags), "train")
-    first, new = ([each[i]["symbols"].tolist() for i in range(40)] for each in (data, other))
+    first, new = ([each[i]["source"].tolist() for i in range(40)] for each in (data, other))
     data.set_epoch(5)
-    assert [data[i]["symbols"].tolist() for i in range(40)] == first == new
+    assert [data[i]["source"].tolist() for i in range(40)] == first == new
     assert data[3] is data[3] and data.sizes.tolist() == [len(symbols) for symbols in first]
     found = []
     for epoch in (1, 2):
@@ -202,20 +163,21 @@ def test_shorter_sequences_end_in_padding():
     task = problems(problem="parity", length=9, valid_length=9, valid_shortest=4)
     dataset, pad = loaded(task, "valid"), task.target_dictionary.pad()
     samples = [dataset[i] for i in range(6)]
-    batch, longest = dataset.collater(samples), max(len(sample["symbols"]) for sample in samples)
+    batch, longest = dataset.collater(samples), max(len(sample["source"]) for sample in samples)
     tokens, lengths = batch["net_input"]["src_tokens"], batch["net_input"]["src_lengths"].tolist()
-    assert lengths == [len(sample["symbols"]) for sample in samples] and tokens.shape == (6, longest)
+    assert lengths == [len(sample["source"]) for sample in samples] and tokens.shape == (6, longest)
     assert len(set(lengths)) > 1 and batch["ntokens"] == sum(lengths)
     for row, answers, sample in zip(tokens, batch["target"], samples, strict=True):
-        rest = [pad] * (longest - len(sample["symbols"]))
-        assert row.tolist() == [*sample["symbols"], *rest] and answers.tolist() == [*sample["target"], *rest]
+        rest = [pad] * (longest - len(sample["source"]))
+        for found, part in ((row, "source"), (answers, "target")):
+            assert found.tolist() == [*sample[part].tolist(), *rest]
 
 
 def test_sequences_are_as_long_as_asked_and_never_longer_than_a_sample():
-    assert len(loaded(problems(length=5), "train")[0]["symbols"]) == 5  # without pairs, whose number is above
+    assert len(loaded(problems(length=5), "train")[0]["source"]) == 5  # without pairs, whose number is above
     data = loaded(problems(problem="listops", length=3, tokens_per_sample=30), "train")
     drawn = [PROBLEMS["listops"].draw(np.random.default_rng(index), Setting(length=3)) for index in range(50)]
-    assert max(len(symbols) for symbols, _ in drawn) > 30 >= max(len(data[i]["symbols"]) for i in range(50))
+    assert max(len(symbols) for symbols, _ in drawn) > 30 >= max(len(data[i]["source"]) for i in range(50))
 
 
 def test_lengths_and_queries_of_both_settings():
@@ -264,14 +226,6 @@ def test_pairs_double_in_training_alone(flags, split, expected):
     assert found == expected
 
 
-def test_defaults_are_the_papers():
-    task = retrieval().cfg
-    assert (task.num_keys, task.with_replacement, task.length, task.valid_length) == (20, False, None, None)
-    assert (task.updates_per_epoch, task.valid_sequences) == (100, 20)
-    assert (task.stop_loss, task.stop_updates) == (0.001, 1000)
-    assert FwpAssociativeRetrievalConfig().key_dim == 64
-
-
 REFUSED = [
     (retrieval, {"num_keys": 0}, "--num-keys must be at least 1, got 0"),
     (retrieval, {"valid_length": 0}, "--valid-length must be at least 1, got 0"),
@@ -309,7 +263,7 @@ def test_settings_without_a_sequence_are_refused(attempt, flags, message):
 
 
 @looped(
-    "losses, ended",
+    "evaluated, ended",
     [
         ([0.5, 0.002], False),
         ([0.5, 0.001], True),
@@ -318,13 +272,13 @@ def test_settings_without_a_sequence_are_refused(attempt, flags, message):
         ([math.nan, math.nan, math.nan], True),
     ],
 )
-def test_training_ends_when_solved_or_without_progress(losses, ended):
+def test_training_ends_when_solved_or_without_progress(evaluated, ended):
     """Then no epoch follows."""
     task = retrieval(num_keys=4, stop_updates=300, updates_per_epoch=100)
     iterator = task.get_batch_iterator(loaded(task, "train"), max_sentences=4)
     for _ in iterator.next_epoch_itr():
         pass
-    for index, loss in enumerate(losses):
+    for index, loss in enumerate(evaluated):
         assert not task.ended and iterator.next_epoch_idx <= math.inf
         task.post_validate(None, {"loss": loss, "num_updates": 100 * (index + 1)}, None)
         task.post_validate(None, {"loss": 0.0, "num_updates": 100 * (index + 1)}, None)  # of another subset
@@ -339,14 +293,6 @@ def train(save_dir, *flags):
     )  # fmt: skip
 
 
-def evaluations(log):
-    return re.findall(r"valid on 'valid' subset \| loss ([\d.e-]+)", log)
-
-
-def training_losses(log):
-    return re.findall(r"train_inner .* loss=([\d.e-]+)", log)
-
-
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_bit_for_bit_and_ends_where_the_whole_one_does(tmp_path):
     """Interrupted in mid-epoch, with random draws of FAVOR+, and an end without progress."""
@@ -355,19 +301,17 @@ def test_an_interrupted_run_goes_on_bit_for_bit_and_ends_where_the_whole_one_doe
     whole = train(tmp_path / "whole", *flags)
     assert "arning" not in whole and "the training ends" in whole and "done training" in whole
     parts = [train(tmp_path / "parts", *flags, "--max-update", update) for update in (7, 100_000)]
-    assert [loss for part in parts for loss in training_losses(part)] == training_losses(whole)
+    assert [loss for part in parts for loss in losses(part)] == losses(whole)
     assert "the training ends" in parts[1]
-    first, *others = (evaluations(log) for log in (whole, *parts))
+    first, *others = map(validations, (whole, *parts))
     assert first == others[0][:1] + others[1]  # without the evaluation at update 7
-    models = [torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=True) for name in ("whole", "parts")]
-    for name, value in models[0]["model"].items():
-        assert torch.equal(value, models[1]["model"][name]), name
+    check_same_bits(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_training_solves_a_small_task_and_ends(tmp_path):
     flags = ["--arch", "delta_dpfp1_retrieval", "--num-keys", 3, "--with-replacement", "--updates-per-epoch", 50]
     log = train(tmp_path, *flags, "--max-update", 3000, "--lr", "1e-2", "--stop-loss", 0.01)
-    found = [float(loss) for loss in evaluations(log)]
+    found = [*map(float, validations(log))]
     assert all(loss > 0.01 for loss in found[:-1]) and found[-1] <= 0.01
     assert all(later != earlier for earlier, later in itertools.pairwise(found))
 
