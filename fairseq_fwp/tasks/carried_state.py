@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from fairseq_fwp.modules.decoding import Extra, Sample, Segment, State, segment_of
 
 
-class Carried(NamedTuple):
+class Snapshot(NamedTuple):
     """A state, the streams in its rows, and the segment that comes next."""
 
     segment: int = 0
     streams: tuple[int, ...] = ()
     state: State | None = None
 
-    def of_rows(self, segment: Segment, device: torch.device) -> State | None:
+    def for_rows(self, segment: Segment, device: torch.device) -> State | None:
         """Return the state before a batch, None if all its rows start without one."""
         state, fresh = self.state, segment["fresh"]
         if state is None or all(fresh):
@@ -36,12 +36,12 @@ class CarriedState:
 
     def __init__(self, off: bool = False) -> None:
         self.off = off
-        self._now = self._at_update = Carried()
+        self._now = self._at_update = Snapshot()
         self._updated = False
         self._saved: Tensor | None = None
 
     @contextmanager
-    def carried(self, model: nn.Module, sample: Sample) -> Iterator[Sample]:
+    def given_to(self, model: nn.Module, sample: Sample) -> Iterator[Sample]:
         """Give the sample with the state of its streams, for a block that calls the model, whose new state is kept.
 
         If the block fails, the old state is kept: after running out of memory, a stream continues without that segment.
@@ -51,7 +51,7 @@ class CarriedState:
             yield sample
             return
         device = sample["net_input"]["src_tokens"].device
-        net_input = {**sample["net_input"], "state": self._go_to(segment["segment"], device).of_rows(segment, device)}
+        net_input = {**sample["net_input"], "state": self._go_to(segment["segment"], device).for_rows(segment, device)}
         # A hook, because criteria only read the first value that a model returns.
         states: list[State] = []
 
@@ -63,7 +63,7 @@ class CarriedState:
             yield {**sample, "net_input": net_input}
         finally:
             hook.remove()
-        self._now = Carried(segment["segment"] + 1, tuple(segment["streams"]), states[-1].detach())
+        self._now = Snapshot(segment["segment"] + 1, tuple(segment["streams"]), states[-1].detach())
 
     def continue_with(self, sample: Sample) -> tuple["CarriedState", Sample]:
         """Return a copy for other streams, which continue these in turn, and their first batch, no longer fresh.
@@ -74,18 +74,18 @@ class CarriedState:
         if state is None:
             raise ValueError("--validate-from-training-state needs the state of a training, got none: leave it out")
         copy, rows = CarriedState(), torch.arange(len(sample["streams"]), device=sample["target"].device)
-        copy._now = Carried(0, tuple(sample["streams"]), state.reorder(rows % len(streams)))
+        copy._now = Snapshot(0, tuple(sample["streams"]), state.reorder(rows % len(streams)))
         return copy, {**sample, "fresh": [False] * len(rows)}
 
     def end_update(self) -> None:
         """Record an update of the parameters; call it after each update."""
         self._updated = True
 
-    def _go_to(self, segment: int, device: torch.device) -> Carried:
+    def _go_to(self, segment: int, device: torch.device) -> Snapshot:
         """Go to a segment, and return what was left there, or at the last update if this one is repeated."""
         if self._saved is not None:
             buffer, self._saved = io.BytesIO(self._saved.numpy().tobytes()), None
-            self._now = self._at_update = Carried(*torch.load(buffer, map_location=device, weights_only=True))
+            self._now = self._at_update = Snapshot(*torch.load(buffer, map_location=device, weights_only=True))
         if segment < self._now.segment:
             self._now = self._at_update
         elif self._updated:

@@ -208,7 +208,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         return super().eval_lm_dataloader(dataset, *args, **kwargs)
 
     def train_step(self, sample: Sample, model: FairseqLanguageModel, *args: object, **kwargs: object) -> StepResult:
-        with self.training_state.carried(model, sample) as sample:
+        with self.training_state.given_to(model, sample) as sample:
             return super().train_step(sample, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: FairseqLanguageModel, update_num: int) -> None:
@@ -218,7 +218,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
     def valid_step(self, sample: Sample, model: FairseqLanguageModel, criterion: FairseqCriterion) -> StepResult:
         if self.args.validate_from_training_state and sample.get("segment") == 0:
             self.validation_state, sample = self.training_state.continue_with(sample)
-        with self.validation_state.carried(model, sample) as sample:
+        with self.validation_state.given_to(model, sample) as sample:
             result = super().valid_step(sample, model, criterion)
         if sample.get("last"):
             self.validation_state = CarriedState(off=not self.args.carry_state)  # its memory is for training
