@@ -81,7 +81,7 @@ class Speed(Evaluation):
 
     def prepare(self) -> Path:
         """Write the first lines of the test text; the statistics of RMS come from a training text next to it."""
-        data = self.data
+        data = self.models.data
         folder = data.out / "speed"
         if not folder.is_dir():
             with whole(folder) as work:
