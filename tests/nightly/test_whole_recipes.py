@@ -52,7 +52,7 @@ def data(tmp_path_factory):
         text = "".join(f"the word {words.randrange(30)} and {words.randrange(9)} more\n" for _ in range(lines))
         (folder / f"{split}.txt").write_text(text)
     (folder / "long").mkdir()  # as a carried state is evaluated after tens of thousands of tokens
-    for split, times in (("train", 20), ("valid", 1), ("test", 1)):
+    for split, times in (("train", 21), ("valid", 1), ("test", 1)):
         (folder / "long" / f"{split}.txt").write_text((folder / f"{split}.txt").read_text() * times)
     (folder / "rich").mkdir()  # in words: the converted model has a vocabulary in parts
     for split, lines in (("train", 900), ("valid", 30), ("test", 30)):
