@@ -380,15 +380,14 @@ def rows_of(source: Published, model: Model | None) -> list[Row]:
     """Return the rows of the source (None) or of a training, and of the model that this begins with."""
     folder = model.folder if model else source.results
     training, seed = read_run(folder), "" if model is None or model.seed is None else model.seed
-    names = {"converted": folder / "converted"} if model and model.name == ATTENTION else {}
-    names |= {model.name if model else SOURCE: folder}
-    rows = []
+    names, rows = {"converted": folder / "converted", model.name if model else SOURCE: folder}, []
     for name, of_name in names.items() if not training.diverged else ():
         if result := read_json(of_name / "test.json"):
             row = {"model": name, "seed": seed, "state": result.get("state_size"), "loss": result["loss"]}
             row |= {"counted": counted_loss(source, of_name, "test"), "perplexity": result["perplexity"]}
             trained = name not in (SOURCE, "converted")
-            rows.append(row | {head: getattr(training, head) if trained else "" for head in ("updates", "hours")})
+            row |= {"updates": training.updates if trained else "", "hours": training.hours if trained else ""}
+            rows.append(row)
     return rows
 
 
