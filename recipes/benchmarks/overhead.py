@@ -76,7 +76,6 @@ def run_version(folder, script, *words, **environment):
 
 
 def measure(record, side, folder, data):
-    """Measure all once."""
     scripts = {script: script for script in ("import torch", "import fairseq_fwp, fairseq")}
     scripts |= {f"fwp-{command.replace('_', '-')} --help": HELP.format(command) for command in COMMANDS}
     for where, script in scripts.items():

@@ -32,7 +32,6 @@ EVERY = "a state per token"
 
 
 def prepare(rule, length, batch=1):
-    """Return the measured call: forward and backward of a rule."""
     form = RULES[rule]
     return inputs.training(inputs.call(form, "auto"), form, (batch, HEADS, length, SIZE, SIZE))
 

@@ -101,8 +101,6 @@ def read_corpus(path: Path, name: str) -> Corpus:
 
 
 class Rows(Models):
-    """The trainings of the rows."""
-
     def __init__(self, request: Request, source: "Source", corpus: Corpus) -> None:
         super().__init__(request, source, ["--user-dir", str(request.recipe / "mao_ablations")])
         self.corpus, self.conf = corpus, request.recipe / "conf" / source.corpus

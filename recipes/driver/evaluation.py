@@ -35,7 +35,6 @@ class Way(NamedTuple):
     scores: bool = False
 
     def words(self, value: str) -> list[str]:
-        """Return the flags with a value."""
         return self.flags.replace("@", value).split()
 
 
@@ -99,7 +98,6 @@ class Perplexity(Evaluation):
         return self.models.recipe / "evaluation.yaml"
 
     def ways(self, name: str) -> list[Way]:
-        """Return the ways of the model of a name."""
         return read_ways(self.path, name)
 
     def check(self, models: Sequence[Model]) -> None:

@@ -122,7 +122,6 @@ def read_rows(lines: list[dict[str, Any]], out: Path) -> list[dict[str, object]]
 
 
 def table(rows: list[dict]) -> list[str]:
-    """Return a table for each base."""
     lines = []
     for base, title in TITLES.items():
         heads = ["row of Table 2", f"conf/{base}/", "step", "valid", "test", "tokens/s", "paper valid"]

@@ -189,7 +189,6 @@ class Models:
 
 
 def flags_of(converted: Path) -> list[str]:
-    """Return the flags of a converted model."""
     return (converted / "flags.txt").read_text(encoding="utf-8").split()
 
 

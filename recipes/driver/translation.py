@@ -221,6 +221,5 @@ def read_row(model: Model) -> dict[str, object]:
 
 
 def table(rows: list[dict]) -> list[str]:
-    """Return a line for each model, mean and deviation of its seeds."""
     signatures = sorted({row["signature"] for row in rows} - {""})
     return [*by_model(rows, SCORES, "no raw text"), "", "sacreBLEU: " + ", ".join(signatures)]
