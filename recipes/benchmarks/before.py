@@ -54,12 +54,9 @@ WORDS, DECODED = 1000, 32
 def kernel_calls():
     """Return {(rule and pass, where): a call of this installation}."""
     found = {}
-    for where, shape in (SHAPES | TODAY).items():
-        gradient = torch.randn(*shape[:3], shape[4])
-        for name in RULES:
-            rule, chosen = inputs.call(name), inputs.leaves(name, shape)
-            found[f"{name}, {TRAINING}", where] = partial(inputs.training_step, rule, chosen, gradient)
-            found[f"{name}, {FORWARD}", where] = partial(rule, *(x.detach() for x in chosen))
+    for (where, shape), name in itertools.product((SHAPES | TODAY).items(), RULES):
+        calls = inputs.passes(inputs.call(name), name, shape)
+        found |= {(f"{name}, {stage}", where): call for stage, call in calls.items()}
     for where, shape in STEPS.items():
         state = torch.randn(shape[0], 8, 64, 64)
         found |= {(f"{name}, {STEP}", where): inputs.step(name, inputs.draw(name, shape), state) for name in RULES}
@@ -69,12 +66,9 @@ def kernel_calls():
 def bfloat16_calls():
     """Return the same for more rules, at the shapes of today's models, in float32 and in bfloat16."""
     found = {}
-    for (where, shape), dtype in itertools.product(TODAY.items(), (torch.float32, torch.bfloat16)):
-        gradient, kind = torch.randn(*shape[:3], shape[4]).to(dtype), str(dtype).removeprefix("torch.")
-        for name in IN_BFLOAT16:
-            rule, chosen = inputs.call(name), inputs.leaves(name, shape, dtype)
-            found[f"{name}, {kind}, {TRAINING}", where] = partial(inputs.training_step, rule, chosen, gradient)
-            found[f"{name}, {kind}, {FORWARD}", where] = partial(rule, *(x.detach() for x in chosen))
+    for (where, shape), kind, name in itertools.product(TODAY.items(), ("float32", "bfloat16"), IN_BFLOAT16):
+        calls = inputs.passes(inputs.call(name), name, shape, getattr(torch, kind))
+        found |= {(f"{name}, {kind}, {stage}", where): call for stage, call in calls.items()}
     return found
 
 

@@ -46,15 +46,13 @@ WHERE_STEPPED = "B = 32, H = 8, d = 64"
 def measure_training(record):
     """Measure every rule and a matrix product."""
     shape = (*TRAINED, TRAINED[-1])
-    gradient = torch.randn(*TRAINED, generator=torch.Generator().manual_seed(2))
     products = {name: Contender(call) for name, call in inputs.products(PRODUCT).items()}
     calls = {stage: dict(products) for stage in SHARES}
     for name in dict.fromkeys([*PASSES, *(cost[0] for cost in COSTS)]):
         rule = inputs.call(name)
         inputs.check(name, rule, name, shape)
-        chosen = inputs.leaves(name, shape)
-        calls[FORWARD][name] = Contender(partial(rule, *chosen))
-        calls[TRAINING][name] = Contender(partial(inputs.training_step, rule, chosen, gradient))
+        for stage, call in inputs.passes(rule, name, shape).items():
+            calls[stage][name] = Contender(call)
     for stage in SHARES:
         with torch.set_grad_enabled(stage == TRAINING):
             times = interleave(calls[stage], ROUNDS, stage, seconds=SECONDS)

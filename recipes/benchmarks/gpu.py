@@ -89,7 +89,6 @@ with suppress(ImportError):
 
 
 def ours(form, dtype):
-    """Return the name of our contender."""
     return f"{form}, kernel" + ", float32" * (dtype == SINGLE)
 
 
@@ -431,8 +430,6 @@ def least_seconds(form, stage, shape, size, copy, product):
 
 
 def row(record, rates, where, stage, name):
-    """Return a row of the table."""
-
     def cell(what, scale=1e6, digits=".1f"):
         values = record.values(where, stage, name, what)
         return "-" if isinstance(values, str) else format(median(values) * scale, digits)

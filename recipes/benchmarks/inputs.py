@@ -126,6 +126,12 @@ def training(function, form, shape, dtype=torch.float32, device="cpu"):
     return partial(training_step, function, leaves(form, shape, dtype, device), gradient_of_out(shape, dtype, device))
 
 
+def passes(function, form, shape, dtype=torch.float32):
+    """Return {stage: a call without arguments} of a function on a form's inputs: forward + backward, and forward."""
+    forward = partial(function, *draw(form, shape, dtype).values())
+    return {TRAINING: training(function, form, shape, dtype), FORWARD: forward}
+
+
 def products(size):
     """Return {name: call} of torch's two products of square matrices; the faster one depends on the processor."""
     from fairseq_fwp.modules.onednn import OneDnnLinear  # an earlier version, which before.py runs, has it elsewhere

@@ -81,18 +81,15 @@ def pairs_of_products():
 def measure_shape(record, where, shape, found):
     say(f"{where}: checking every contender against the float64 reference")
     calls = {stage: {} for stage in PASSES}
-    gradient = torch.randn(*shape[:3], shape[4], generator=torch.Generator().manual_seed(2))
     for name, (function, form, exact) in found.items():
         if name == SDPA and shape[3] != shape[4]:
             continue
         if exact:
             inputs.check(name, function, form, shape, whole=True)
-        chosen = inputs.leaves(form, shape)
-        calls[FORWARD][name] = Contender(partial(function, *chosen))
-        calls[TRAINING][name] = Contender(partial(inputs.training_step, function, chosen, gradient))
-        if name in ("sum", "delta"):
-            for stage in PASSES:
-                calls[stage][f"{name}, 2 threads"] = calls[stage][name]._replace(threads=2)
+        for stage, call in inputs.passes(function, form, shape).items():
+            calls[stage][name] = Contender(call)
+            if name in ("sum", "delta"):
+                calls[stage][f"{name}, 2 threads"] = Contender(call, threads=2)
     calls[TRAINING] |= pairs_of_products()
     for stage, grad_mode in PASSES.items():
         with grad_mode():

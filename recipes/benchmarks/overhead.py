@@ -6,15 +6,11 @@ Python, in turns, after a run that writes bytecode. Seconds are CPU time, of a p
 """
 
 import json
-import os
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
 from record import HERE, Goal, Record, compare, make_parser, publish, say
-from timing import KEEP
+from timing import KEEP, run
 
 ROUNDS, UPDATES, FIRST = 3, 120, 20  # updates of a training, of which the first are not counted
 WHOLE, OF_UPDATES, OUTSIDE = "whole process", "updates", "an update outside the model and Adam"
@@ -73,33 +69,23 @@ def flags(data, folder):
     return words
 
 
-def run(folder, script, words=(), environment=None):
-    """Return the CPU seconds of a Python that runs a script of a version, and the numbers that it prints last."""
-    settings = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    settings |= {"OMP_NUM_THREADS": "1", **(environment or {})}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words], cwd=folder, env=settings, capture_output=True, text=True, check=False
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise SystemExit(f"overhead.py: the version in {folder} failed: {done.stderr.strip()}")
-    last = done.stdout.strip().splitlines()[-1:]
-    numbers = json.loads(last[0]) if last and last[0].startswith("{") else {}
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, numbers
+def run_version(folder, script, *words, **environment):
+    """Return the CPU seconds of a Python that runs a script with the version in a folder, and what it prints last."""
+    what = f"overhead.py: the version in {folder}"
+    return run(what, "-c", script, *words, folder=folder, PYTHONDONTWRITEBYTECODE="", **environment)
 
 
 def measure(record, side, folder, data):
-    """Measure all once."""
-    record.add("import torch", WHOLE, side, [run(folder, "import torch")[0]])
-    record.add("import fairseq_fwp, fairseq", WHOLE, side, [run(folder, "import fairseq_fwp, fairseq")[0]])
-    for command in COMMANDS:
-        record.add(f"fwp-{command.replace('_', '-')} --help", WHOLE, side, [run(folder, HELP.format(command))[0]])
-    _, numbers = run(folder, FIRST_CALL)
+    scripts = {script: script for script in ("import torch", "import fairseq_fwp, fairseq")}
+    scripts |= {f"fwp-{command.replace('_', '-')} --help": HELP.format(command) for command in COMMANDS}
+    for where, script in scripts.items():
+        record.add(where, WHOLE, side, [run_version(folder, script)[0]])
+    numbers = json.loads(run_version(folder, FIRST_CALL)[1])
     record.add("delta_rule", "first call", side, [numbers["first call"]])
     record.add("delta_rule", "modules that the first call imports", side, [numbers["modules"]], "modules")
     for where, environment in (("fairseq-train", {}), ("fairseq-train of a recipe", KEEP)):
-        seconds, numbers = run(folder, TRAIN, flags(data, folder), environment)
+        seconds, last = run_version(folder, TRAIN, *flags(data, folder), **environment)
+        numbers = json.loads(last)
         record.add(where, WHOLE, side, [seconds])
         record.add(where, OF_UPDATES, side, [numbers["updates"]])
         record.add(where, OUTSIDE, side, [numbers["outside"]])

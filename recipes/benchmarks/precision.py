@@ -5,6 +5,7 @@ see 2 x 512 tokens an update. Seconds are CPU time of one thread, of an update w
 What bounds the ratios are products of matrices, whose rates are measured too.
 """
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +14,7 @@ from statistics import mean
 
 import torch
 from inputs import FORWARD, TRAINING, products
-from overhead import run
+from overhead import run_version
 from record import HERE, Goal, Record, compare, fastest, make_parser, publish, say
 from timing import KEEP, Contender, interleave
 
@@ -48,7 +49,7 @@ print(json.dumps({"seconds": seconds, "losses": losses}))
 def train(folder, data, updates, name):
     """Return the seconds and losses of each update of a training by the version in a folder."""
     words = [str(data), "--user-dir", str(folder / "fairseq_fwp"), *FLAGS, *PRECISIONS[name]]
-    numbers = run(folder, TRAIN, [*words, "--max-update", str(updates)], KEEP)[1]
+    numbers = json.loads(run_version(folder, TRAIN, *words, "--max-update", str(updates), **KEEP)[1])
     say(f"{folder.name}, {name}: {updates} updates, the fastest in {min(numbers['seconds']):.2f} s")
     return numbers
 

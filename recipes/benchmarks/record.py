@@ -58,7 +58,6 @@ class Record:
 
     @classmethod
     def begin(cls):
-        """Return a record of this machine."""
         record = cls()
         record.note("provenance", provenance())
         return record
@@ -76,7 +75,6 @@ class Record:
         self.add(where, stage, name, [reason], MISSED)
 
     def note(self, name, text):
-        """Add a note about the whole run."""
         self.add("machine", "", name, [text], "text")
 
     def notes(self):

@@ -6,10 +6,7 @@ sequences as have 16,384 tokens in all: all lengths then move the same memory, a
 8 * 64 * 64 numbers a token, with which the memory of one sequence is compared.
 """
 
-from functools import partial
-
 import inputs
-import torch
 from inputs import TRAINING
 from pictures import Curves
 from record import BYTES, Goal, compare, say
@@ -35,11 +32,8 @@ EVERY = "a state per token"
 
 
 def prepare(rule, length, batch=1):
-    """Return the measured call: forward and backward of a rule."""
     form = RULES[rule]
-    gradient = torch.randn(batch, HEADS, length, SIZE, generator=torch.Generator().manual_seed(2))
-    chosen = inputs.leaves(form, (batch, HEADS, length, SIZE, SIZE))
-    return partial(inputs.training_step, inputs.call(form, "auto"), chosen, gradient)
+    return inputs.training(inputs.call(form, "auto"), form, (batch, HEADS, length, SIZE, SIZE))
 
 
 def measure_alone(rule, length):

@@ -38,7 +38,6 @@ def measure_all(parts):
 
 
 def measure(part):
-    """Measure one part and publish its results."""
     module, record = importlib.import_module(part), Record.begin()
     try:
         module.measure(record)

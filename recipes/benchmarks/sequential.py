@@ -19,7 +19,6 @@ WORDS, SEQUENCES, LENGTH, ROUNDS = 10_000, 2, 256, 7
 
 
 def step(built, batch):
-    """Compute the gradients of a batch."""
     built.model.zero_grad()
     built.criterion(built.model, batch)[0].backward()
 
@@ -32,7 +31,6 @@ def decode(decoder, token, state):
 
 
 def contenders(name):
-    """Return the two calls of an architecture."""
     built = build(WORDS, "--arch", f"{name}_lm_wt103", "--dropout", 0)
     training = partial(step, built, sample(WORDS, SEQUENCES, LENGTH))
     model = build(WORDS, "--arch", f"{name}_lm_wt103", "--dropout", 0).model.eval()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -59,10 +60,18 @@ def memory(field):
 
 def alone(part, *arguments, **environment):
     """Return the result of a part's `measure_alone` in a separate process."""
-    command = [sys.executable, Path(__file__).with_name("run.py"), "--alone", part, *map(str, arguments)]
+    words = [Path(__file__).with_name("run.py"), "--alone", part, *arguments]
+    return json.loads(run(f"{part}: measuring {' '.join(map(str, arguments))}", *words, **environment)[1])
+
+
+def run(what, *words, folder=None, **environment):
+    """Return the CPU seconds of a Python with one thread, and what it prints last; SystemExit if it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+    before, command = resource.getrusage(resource.RUSAGE_CHILDREN), [sys.executable, *map(str, words)]
+    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise SystemExit(f"{part}: measuring {' '.join(map(str, arguments))} failed: {last}")
-    return json.loads(answer.stdout.splitlines()[-1])
+        raise SystemExit(f"{what} failed: {last}")
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, answer.stdout.strip().rpartition("\n")[2]

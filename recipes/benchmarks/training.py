@@ -73,7 +73,6 @@ def call(*command, **environment):
 
 
 def train(model, data, length, tokens=TOKENS_PER_UPDATE, **environment):
-    """Return the output and the peak memory of a training."""
     return call(
         *("fairseq-train", data, "--task", "language_modeling", "--arch", model, *MODELS[model], "--cpu"),
         *("--tokens-per-sample", length, "--sample-break-mode", "none", "--max-tokens", tokens),

@@ -23,6 +23,7 @@ class Parser(cli.Parser):
             prog="run.sh", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
         )
         self.stages, self.rest, self.own_data = stages, rest, own_data
+        self.set_defaults(any_text=False, test=None)
         self.add_argument("-h", "--help", action="help", help="show this and exit")
         self.add_argument("--recipe", type=Path, required=True, help=argparse.SUPPRESS)
         self.add_argument(

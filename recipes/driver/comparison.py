@@ -125,14 +125,14 @@ def write_grid(tables: Path, out: Path, folder: Path) -> None:
     grid, rows = read_yaml(tables, plain=False), []
     for name in runs(tables):
         run = read_run(out / "grid" / name)
-        if run.updates is not None and not run.diverged:
-            training = read_training(run.folder / "train.log")
-            last, best = training.curve()[-1][1], training.best()
-            if not last <= FAR * best:
-                where = f"ended at a validation perplexity of {last:.1f}, its best was {best:.1f}"
+        if run.updates is None:
+            continue
+        if not run.diverged:
+            *_, (_, last) = read_training(run.folder / "train.log").curve()
+            if not last <= FAR * run.best:
+                where = f"ended at a validation perplexity of {last:.1f}, its best was {run.best:.1f}"
                 run = run._replace(diverged=where)
-        if run.updates is not None:
-            rows.append({"run": name, **read_row(run)})
+        rows.append({"run": name, **read_row(run)})
     if rows:
         grid = with_rows(grid, {row["run"] for row in rows})
         draw_grid(grid, rows, folder / "grid.png")

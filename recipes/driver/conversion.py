@@ -55,7 +55,6 @@ def compose(arguments: list[str]) -> Recipe:
         STAGES | {"prepare": "prepare the text, and train (peps) or convert the source model"}, OTHER_FLAGS, OWN_TEXT
     )
     add_flags_of_text(parser)
-    parser.set_defaults(any_text=False, test=None)
     parser.add_argument("--corpus", choices=ORIGINS, default="peps", help="corpus and source model (default: peps)")
     model = "source model: wikitext103: fairseq's checkpoint; gpt2: a folder; see above"
     parser.add_argument("--model", type=Path, metavar="PATH", help=model)
@@ -102,8 +101,6 @@ def read_corpus(path: Path, name: str) -> Corpus:
 
 
 class Rows(Models):
-    """The trainings of the rows."""
-
     def __init__(self, request: Request, source: "Source", corpus: Corpus) -> None:
         super().__init__(request, source, ["--user-dir", str(request.recipe / "mao_ablations")])
         self.corpus, self.conf = corpus, request.recipe / "conf" / source.corpus

@@ -73,10 +73,6 @@ class Training(NamedTuple):
         files = sorted(Path(plugin).rglob("*.py")) if plugin else []
         return known_as(*(file for file in files if file.is_file() and os.access(file, os.R_OK)))
 
-    def begin(self) -> None:
-        lock(self.folder)
-        self.write_settings()
-
     def write_settings(self) -> None:
         write(self.folder / "settings.txt", self.settings + "\n")
         if (code := self.code) and not (self.folder / "checkpoint_last.pt").exists():
@@ -122,7 +118,8 @@ def train(training: Training) -> None:
         words = f"diverged before: {before.words}." if before.diverged else f"is trained already: {files}."
         print(f"{name} {words}")
         return
-    training.begin()
+    lock(training.folder)
+    training.write_settings()
     log = training.folder / "train.log"
     outcome = training.end(run(training.command, log, name))
     if outcome is None:

@@ -35,7 +35,6 @@ class Way(NamedTuple):
     scores: bool = False
 
     def words(self, value: str) -> list[str]:
-        """Return the flags with a value."""
         return self.flags.replace("@", value).split()
 
 
@@ -74,10 +73,6 @@ class Evaluation:
     models: Models
 
     @property
-    def data(self) -> Data:
-        return self.models.data
-
-    @property
     def flags(self) -> list[str]:
         """Flags of the command line: all in the stage evaluate, otherwise only that of the device."""
         request = self.models.request
@@ -103,14 +98,13 @@ class Perplexity(Evaluation):
         return self.models.recipe / "evaluation.yaml"
 
     def ways(self, name: str) -> list[Way]:
-        """Return the ways of the model of a name."""
         return read_ways(self.path, name)
 
     def check(self, models: Sequence[Model]) -> None:
         """Raise RecipeError if fwp-eval-lm refuses the flags of a way."""
         for way in dict.fromkeys(way for model in models for way in self.ways(model.name)):
             words = way.words(next(iter(way.values), ""))
-            if reason := refusal([str(self.data.bin), "--path", "checkpoint_best.pt", *words], "fwp-eval-lm"):
+            if reason := refusal([str(self.models.data.bin), "--path", "checkpoint_best.pt", *words], "fwp-eval-lm"):
                 raise RecipeError(f"{self.path}: fwp-eval-lm refuses the flags of {way.label!r}: {reason}.")
 
     def ways_of(self, model: Model) -> list[Way]:
@@ -127,12 +121,12 @@ class Perplexity(Evaluation):
         for way in self.ways_of(model):
             if test := self.models.request.test:
                 name = f"own_{test.stem}"
-                folder = self.data.own_test(name, test, [test])
+                folder = self.models.data.own_test(name, test, [test])
                 value = best(model.folder, way.label) if way.values else ""
                 path = result(model.folder, name, way.label, value)
                 score(checkpoint, path, folder / "bin", "test", folder, [*way.words(value), *flags])
             else:
-                evaluate(model.folder, checkpoint, self.data, way, flags)
+                evaluate(model.folder, checkpoint, self.models.data, way, flags)
 
 
 @dataclass(frozen=True)
@@ -147,14 +141,14 @@ class Measures(Evaluation):
 
     def check(self, models: Sequence[Model]) -> None:
         """Raise RecipeError in the stage evaluate without a source."""
-        there = self.data.folder.is_dir() and self.data.converted.is_dir()
+        there = self.models.data.folder.is_dir() and self.models.data.converted.is_dir()
         if self.models.request.stage == "evaluate" and not there:
             raise RecipeError(f"{self.models.out} must have a {SOURCE}, got none: run the stage prepare first.")
 
     def evaluate(self, model: Model) -> None:
         self.evaluate_converted(model)
         for way in self.ways():
-            self.measure(self.data.results, self.data.converted / "checkpoint.pt", way)
+            self.measure(self.models.data.results, self.models.data.converted / "checkpoint.pt", way)
             self.measure(model.folder, model.folder / f"checkpoint_{self.checkpoint}.pt", way)
 
     def evaluate_converted(self, model: Model) -> None:
@@ -165,10 +159,8 @@ class Measures(Evaluation):
 
     def measure(self, folder: Path, checkpoint: Path, way: Way) -> None:
         """Evaluate a model in a way without values, unless it is."""
-        endings = (".json", ".tsv") if way.scores else (".json",)
-        results = [result(folder, split, way.label).with_suffix(ending) for split in way.splits for ending in endings]
-        if not all(map(Path.exists, results)):
-            evaluate(folder, checkpoint, self.data, way, [*self.models.plugin, *self.flags])
+        if not all(result(folder, split, way.label).exists() for split in way.splits):
+            evaluate(folder, checkpoint, self.models.data, way, [*self.models.plugin, *self.flags])
 
 
 def result(folder: Path, *words: str) -> Path:

@@ -81,7 +81,7 @@ class Speed(Evaluation):
 
     def prepare(self) -> Path:
         """Write the first lines of the test text; the statistics of RMS come from a training text next to it."""
-        data = self.data
+        data = self.models.data
         folder = data.out / "speed"
         if not folder.is_dir():
             with whole(folder) as work:
@@ -122,7 +122,6 @@ def read_rows(lines: list[dict[str, Any]], out: Path) -> list[dict[str, object]]
 
 
 def table(rows: list[dict]) -> list[str]:
-    """Return a table for each base."""
     lines = []
     for base, title in TITLES.items():
         heads = ["row of Table 2", f"conf/{base}/", "step", "valid", "test", "tokens/s", "paper valid"]

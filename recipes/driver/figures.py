@@ -54,7 +54,6 @@ class Result(NamedTuple):
 
     @property
     def updates(self) -> int:
-        """The last update that was evaluated."""
         return self.evaluations[-1][0] if self.evaluations else 0
 
     @property
@@ -92,7 +91,6 @@ def read_result(training: Training) -> Result:
 
 
 def write_tables(results: list[Result], out: Path) -> None:
-    """Write points.csv and curves.csv."""
     points, curves = [], []
     for result in results:
         at_best = next((update for update, loss in result.evaluations if loss == result.best), "")

@@ -149,9 +149,8 @@ def read_json(path: Path) -> dict[str, Any]:
 class Progress:
     """The progress of a training of that name. On a terminal one line changes, elsewhere a line comes every 10 s."""
 
-    def __init__(self, label: str, terminal: bool | None = None) -> None:
-        self.label, self.total, self.shown = label, 0, 0.0
-        self.terminal = sys.stdout.isatty() if terminal is None else terminal
+    def __init__(self, label: str) -> None:
+        self.label, self.total, self.shown, self.terminal = label, 0, 0.0, sys.stdout.isatty()
         self.start = "\r\x1b[K" if self.terminal else ""
 
     def read(self, line: str) -> None:

@@ -111,11 +111,8 @@ class Models:
         models, known = [], self.names()
         for name in wanted:
             folder, _, table = name.partition("/")
-            rows = self.recipe / f"{folder}.yaml"
-            inside = [other for other in known if other.startswith(f"{name}/")]
-            if name in known:
-                inside = [name]
-            elif rows.exists():
+            inside = [name] if name in known else [other for other in known if other.startswith(f"{name}/")]
+            if name not in known and (rows := self.recipe / f"{folder}.yaml").exists():
                 inside = [f"{folder}/{run}" for run in runs(rows, table)]
             if not inside:
                 raise RecipeError(f"--models must be among {', '.join(known)}, got {name}.")
@@ -192,7 +189,6 @@ class Models:
 
 
 def flags_of(converted: Path) -> list[str]:
-    """Return the flags of a converted model."""
     return (converted / "flags.txt").read_text(encoding="utf-8").split()
 
 

@@ -58,7 +58,6 @@ def compose(arguments: list[str]) -> Recipe:
     parser = Parser(STAGES | prepare | sampled, OTHER_FLAGS, OWN_TEXT)
     add_flags(parser)
     args = parser.parse(arguments)
-    args.any_text = args.test = None
     if args.unscored and not args.lines:
         raise RecipeError("--lines must be given with --unscored, which leaves out the first tokens of each line.")
     request = request_of(args)
@@ -69,8 +68,10 @@ def compose(arguments: list[str]) -> Recipe:
         args.unscored or 0,
     )  # fmt: skip
     stages = Stages(request, source, args)
-    report, write_sample = partial(write_table, source), partial(sample, stages)
-    return Recipe(stages, stages.of_all_seeds(), [stages.measures], report, "fwp-eval-lm", write_sample)
+    # The trainings of the first seed in their order, then those of the next one.
+    chosen = [stages.named(name, seed) for seed in request.seeds for name in SHARES]
+    report, write_sample = partial(write_table, source), partial(sample, stages, chosen)
+    return Recipe(stages, chosen, [stages.measures], report, "fwp-eval-lm", write_sample)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -283,10 +284,6 @@ class Stages(Models):
             flags += f" --decay-spans {self.data.length}"
         return flags + (f" --keep-softmax-layers {kept}" if kept else "")
 
-    def of_all_seeds(self) -> list[Model]:
-        """Return the trainings of the first seed in their order, then those of the next one."""
-        return [self.named(name, seed) for seed in self.request.seeds for name in SHARES]
-
     def softmax(self, seed: int | None) -> str:
         """Return the softmax model that others start from and learn from: the adapted one, if that is better."""
         folders = folder_of(self.out, ADAPTED, seed), self.data.results
@@ -383,15 +380,14 @@ def rows_of(source: Published, model: Model | None) -> list[Row]:
     """Return the rows of the source (None) or of a training, and of the model that this begins with."""
     folder = model.folder if model else source.results
     training, seed = read_run(folder), "" if model is None or model.seed is None else model.seed
-    names = {"converted": folder / "converted"} if model and model.name == ATTENTION else {}
-    names |= {model.name if model else SOURCE: folder}
-    rows = []
+    names, rows = {"converted": folder / "converted", model.name if model else SOURCE: folder}, []
     for name, of_name in names.items() if not training.diverged else ():
         if result := read_json(of_name / "test.json"):
             row = {"model": name, "seed": seed, "state": result.get("state_size"), "loss": result["loss"]}
             row |= {"counted": counted_loss(source, of_name, "test"), "perplexity": result["perplexity"]}
             trained = name not in (SOURCE, "converted")
-            rows.append(row | {head: getattr(training, head) if trained else "" for head in ("updates", "hours")})
+            row |= {"updates": training.updates if trained else "", "hours": training.hours if trained else ""}
+            rows.append(row)
     return rows
 
 
@@ -432,10 +428,10 @@ def publish(source: Published, model: Model) -> Path:
     return folder
 
 
-def sample(stages: Stages, model: Model) -> None:
+def sample(stages: Stages, models: Sequence[Model], first: Model) -> None:
     """Print three texts that the recurrent model writes after the first tokens of lines of the test text."""
     source = stages.data
-    best = best_of(source, stages.of_all_seeds())
+    best = best_of(source, models)
     if best is None:
         raise RecipeError("a recurrent model must be evaluated first: run the stage evaluate.")
     lines = [line.split() for line in read_lines(source.folder / "text" / "test.txt") if line]

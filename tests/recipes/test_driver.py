@@ -131,7 +131,7 @@ def test_of_a_log_counts_what_was_not_done_again(tmp_path):
 
 
 def test_progress_shows_how_far_it_is(capsys):
-    shown = log.Progress("sum", terminal=False)
+    shown = log.Progress("sum")
     for line in (
         "settings: optimization.max_update=120, task=translation",
         "| num. shared model params: 1,234 (num. trained: 1,234)",

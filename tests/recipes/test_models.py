@@ -144,6 +144,7 @@ def test_a_model_begins_with_another_one(start, done, recipe, tmp_path, monkeypa
     for name, lines in {
         "first": "from: sum\nconvert: --decoder-update-rule decay\nteacher: sum\n",
         "second": "from: first\nteacher: sum\n",
+        "plain": "from: sum\n",
     }.items():
         (recipe / "conf" / f"{name}.yaml").write_text(CONF + lines)
     out, ran = tmp_path / "out", []
@@ -160,6 +161,9 @@ def test_a_model_begins_with_another_one(start, done, recipe, tmp_path, monkeypa
     with pytest.raises(RecipeError, match="sum must be trained first, because other models start from it"):
         start("train", "--models", "first").run()
     made_up.trained(out / "sum")
+    start("train", "--models", "plain").run()
+    begun = ["--arch", "fwp_lm", "--task", "language_modeling", "--finetune-from-model"]
+    assert done.pop() == ("plain", [*begun, str(out / "sum" / "checkpoint_best.pt")])
     start("train", "--models", "first second", "--seeds", "2").run()
     converted, best = out / "first/seed_2/converted", "checkpoint_best.pt"
     command = f"fwp-convert --source fwp-lm --vocabulary {out}/data/bin/dict.txt {out}/sum/{best} --out {converted}"
@@ -168,14 +172,6 @@ def test_a_model_begins_with_another_one(start, done, recipe, tmp_path, monkeypa
     for (_, flags), begun in zip(done[1::2], (converted / "checkpoint.pt", out / "first/seed_2" / best), strict=True):
         assert flags[:7] == architecture + own and not {"--from", "--convert"} & {*flags}
         assert flags[-4:] == ["--finetune-from-model", str(begun), "--teacher", str(out / "sum" / best)]
-
-
-def test_a_model_that_is_not_converted_begins_with_the_best_checkpoint(start, recipe, tmp_path):
-    (recipe / "conf" / "later.yaml").write_text(CONF + "from: sum\n")
-    made_up.trained(tmp_path / "out" / "sum")
-    (model,) = (made := start("--models", "later")).chosen
-    flags = ["--arch", "fwp_lm", "--task", "language_modeling", "--finetune-from-model"]
-    assert made.models.begin(model) == [*flags, str(tmp_path / "out/sum/checkpoint_best.pt")]
 
 
 def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):

@@ -4,11 +4,9 @@ import contextlib
 import itertools
 import os
 import re
-import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import Pool as make_pool
-from multiprocessing.pool import Pool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +42,9 @@ def copy(
         found = read = read_pairs(prefixes)
         if tokenized:
             pieces = iter(lambda: list(itertools.islice(read, LINES_A_PIECE)), [])
-            found = itertools.chain.from_iterable(stack.enter_context(start_pool()).imap(tokenize, pieces))
+            # Not forks: SIGTERM would be an exception in them too, which one that begins to wait may never see.
+            pool = stack.enter_context(get_context("forkserver").Pool())
+            found = itertools.chain.from_iterable(pool.imap(tokenize, pieces))
         files = [stack.enter_context(open(f"{out}.{language}", "w", encoding="utf-8")) for language in LANGUAGES]
         for pair in found:
             lengths = [len(text.split()) for text in pair]
@@ -64,24 +64,6 @@ def copy(
     if not kept:
         raise RecipeError(f"{out.name} has no pairs" + (f": all {left_out:,} were left out." if left_out else "."))
     print(f"{out.name}: {kept:,} pairs" + (f", {left_out:,} left out" if left_out else ""))
-
-
-def start_pool() -> Pool:
-    """Return processes that SIGTERM ends at any time.
-
-    A recipe makes it an exception, which a process that begins to wait for a lock may never see. So it waits until the
-    process has the usual action again: before that, Python would take the signal, and drop it.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    try:
-        return make_pool(initializer=_end_at_sigterm)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-
-
-def _end_at_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def sides(prefix: Path) -> list[Path]:

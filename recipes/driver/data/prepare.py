@@ -82,7 +82,7 @@ class Data:
     def own_test(self, name: str, test: Path, files: list[Path]) -> Path:
         """Return the folder of the text of --test, of these files; print its share of unknown tokens.
 
-        Raises RecipeError for an empty text, and if that of other files has the same name.
+        Raises RecipeError for an empty text, and if that of other files was evaluated before under its name.
         """
 
         def write_text(work: Path) -> None:
@@ -94,7 +94,14 @@ class Data:
         lock(folder.parent)
         if not folder.is_dir():
             make(folder, write_text, settings)
-        check_own(folder, settings, test)
+        if (folder / "source.txt").read_text(encoding="utf-8").strip() != settings:
+            raise RecipeError(
+                f"{folder} holds another text of this name, which was evaluated before (see source.txt in it): rename "
+                f"the new text, or remove {folder} and {name}*.json next to the models."
+            )
+        for file, tokens, share in unknown_shares(folder / "preprocess.log"):
+            language = f", {file.suffix[1:]}" if file.suffix in (".en", ".de") else ""
+            print(f"{test}{language}: {tokens:,} tokens, of which {share:g} % are not in the vocabulary (<unk>)")
         return folder
 
 
@@ -177,21 +184,6 @@ def known_as(*files: Path) -> str:
     return " ".join(f"{file.absolute()} {zlib.crc32(file.read_bytes())}" for file in files)
 
 
-def check_own(folder: Path, settings: str, text: Path) -> None:
-    """Print the share of unknown tokens of a text of the user, from the log of fairseq-preprocess.
-
-    Raises RecipeError if another text was evaluated before under its name.
-    """
-    if (folder / "source.txt").read_text(encoding="utf-8").strip() != settings:
-        raise RecipeError(
-            f"{folder} holds another text of this name, which was evaluated before (see source.txt in it): rename "
-            f"the new text, or remove {folder} and {folder.name}*.json next to the models."
-        )
-    for file, tokens, share in unknown_shares(folder / "preprocess.log"):
-        language = f", {file.suffix[1:]}" if file.suffix in (".en", ".de") else ""
-        print(f"{text}{language}: {tokens:,} tokens, of which {share:g} % are not in the vocabulary (<unk>)")
-
-
 def unknown_shares(log: Path) -> list[tuple[Path, int, float]]:
     """Return the files in a log of fairseq-preprocess, each with its tokens and the per cent that are unknown."""
     found = re.findall(r"(\S+): \d+ sents, (\d+) tokens, (\S+)% replaced", log.read_text(encoding="utf-8"))
@@ -209,8 +201,7 @@ def check_counts(folder: Path, expected: dict[str, int]) -> None:
 
     Raises RecipeError unless they are the expected ones, and for a split without tokens.
     """
-    log = (folder.parent / "preprocess.log").read_text(encoding="utf-8")
-    found = {split: int(tokens) for split, tokens in re.findall(r"(\w+)\.txt: \d+ sents, (\d+) tokens", log)}
+    found = {file.stem: tokens for file, tokens, _ in unknown_shares(folder.parent / "preprocess.log")}
     for split in SPLITS:
         if not found.get(split):
             raise RecipeError(f"{split}.txt must have at least one line of text, got none.")

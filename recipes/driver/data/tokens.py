@@ -92,19 +92,12 @@ def write(text: Path, out: Path, tokenizer: Tokenizer | None, by_lines: bool, en
         with work.open("w", encoding="utf-8", newline="\n") as file:
             for piece in pieces(text, tokenizer, by_lines):
                 tokens = piece.split() if tokenizer is None else [str(number) for number in tokenizer.encode(piece)]
-                for own in texts(tokens, end):
+                for own in (list(text) for ends, text in groupby(tokens, lambda token: token == end) if not ends):
                     count += len(own)
                     file.write(" ".join(own) + "\n")
         if not count:
             raise RecipeError(f"{text} must have text, got none.")
     print(f"{out.name.removesuffix('.txt')}: {count:,} tokens")
-
-
-def texts(tokens: Sequence[str], end: str | None) -> Iterator[list[str]]:
-    """Yield the texts of a line or document, between the tokens that end one. None of them is empty."""
-    for ends, text in groupby(tokens, lambda token: token == end):
-        if not ends:
-            yield list(text)
 
 
 def pieces(text: Path, tokenizer: Tokenizer | None, by_lines: bool) -> Iterator[str]:
