@@ -37,13 +37,10 @@ from pathlib import Path
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.checkpoints.convert import SOURCES, TARGETS
 from fairseq_fwp.checkpoints.convert.checkpoint import check_weights
-from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options
+from fairseq_fwp.checkpoints.convert.conversion import Options
 from fairseq_fwp.checkpoints.linearize import linearize
-from fairseq_fwp.checkpoints.pretrained.dictionary import DICTIONARY
-from fairseq_fwp.checkpoints.pretrained.folder import CONFIG, WEIGHTS
 from fairseq_fwp.cli import make_parser, one_sentence, start_logging
-from fairseq_fwp.cli.linearize import add_attention_flags, import_named_plugin, read_attention
-from fairseq_fwp.cli.linearize import report as report_checkpoint
+from fairseq_fwp.cli.linearize import add_attention_flags, import_named_plugin, read_attention, report
 
 OPTIONS = {name: option for source in SOURCES.values() for name, option in source.options.items()}
 
@@ -89,20 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check_weights(conversion)
             conversion = linearize(conversion, *attention)
         TARGETS[args.to](conversion, args.out)
-        report(args, conversion)
-
-
-def report(args: argparse.Namespace, conversion: Conversion) -> None:
-    """Print what was written."""
-    if args.to == "fairseq":
-        report_checkpoint(conversion, args.out)
-        return
-    if args.to == "safetensors":
-        print(f"wrote {args.out / CONFIG}, {WEIGHTS} and {DICTIONARY}; fairseq_fwp.load reads the folder")
-    else:
-        print(f"wrote {args.out / CONFIG} and {WEIGHTS}; the tokenizer's files are those of the source")
-    for note in conversion.notes:
-        print(f"note: {note}")
+        report(conversion, args.out, args.to)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fairseq.tasks import FairseqTask
     from torch import Tensor
 
-    from fairseq_fwp.checkpoints.export.onnx import Entry
+    from fairseq_fwp.checkpoints.export.onnx import Entry, Graphs
     from fairseq_fwp.models.fwp_lm import FwpLanguageModel
     from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 
@@ -39,7 +39,7 @@ PIECE = 64  # tokens that a program should pass in one call, as the result has a
 def run(args: Namespace) -> None:
     """Export as the arguments say, and print what was written."""
     from fairseq_fwp.checkpoints.convert.checkpoint import new_folder
-    from fairseq_fwp.checkpoints.export.onnx import OPSET, Entry, to_onnx, translation_to_onnx
+    from fairseq_fwp.checkpoints.export.onnx import OPSET, to_onnx, translation_to_onnx
     from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
     from fairseq_fwp.modules.decoding import Beginning
     from fairseq_fwp.patches.options import setting
@@ -48,22 +48,17 @@ def run(args: Namespace) -> None:
         raise ValueError(f"--out must be a new folder, got {args.out}, which exists: give another name, or remove it")
     codes = args.bpe_codes.read_bytes() if args.bpe_codes else None
     model, task = load(args.path, args.data)
-    dictionary, source, memory = task.target_dictionary, None, list[Entry]()
+    dictionary = task.target_dictionary
     settings = setting(task, "cfg", None) or setting(task, "args", None)
     line_start, add_bos_token = (setting(settings, name, None) for name in ("line_start", "add_bos_token"))
     beginning = Beginning.of(dictionary, line_start, add_bos_token)
     try:
-        if isinstance(model, FwpTransformerModel):
-            source, program, memory, entries = translation_to_onnx(model)
-            many = False
-        else:
-            program, entries, many = to_onnx(model.decoder)
+        graphs = translation_to_onnx(model) if isinstance(model, FwpTransformerModel) else to_onnx(model.decoder)
     except RuntimeError as error:
-        raise ValueError(
-            f"{args.path} has a part without a form in ONNX: {str(error).strip().splitlines()[0]}"
-        ) from error
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{args.path} has a part without a form in ONNX: {reason}") from error
     with new_folder(args.out) as folder:
-        program.save(str(folder / "model.onnx"))
+        graphs.step.save(str(folder / "model.onnx"))
         description = {
             "opset": OPSET,
             "words": len(dictionary),
@@ -72,27 +67,27 @@ def run(args: Namespace) -> None:
             "unk": dictionary.unk(),
             "begin": beginning.tokens,
             "lines": beginning.of_lines,
-            "tokens_per_call": PIECE if many else 1,
+            "tokens_per_call": PIECE if graphs.many else 1,
             "most_tokens": most_tokens(model),
-            "memory": [entry._asdict() for entry in memory],
-            "state": [entry._asdict() for entry in entries],
+            "memory": [entry._asdict() for entry in graphs.memory],
+            "state": [entry._asdict() for entry in graphs.state],
         }
         (folder / "model.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         dictionary.save(str(folder / "dict.txt"))
-        if source is not None:
-            source.save(str(folder / "source.onnx"))
+        if graphs.source is not None:
+            graphs.source.save(str(folder / "source.onnx"))
             task.source_dictionary.save(str(folder / "source.txt"))
         if codes is not None:
             (folder / "codes").write_bytes(codes)
-        difference = compare(model, folder, entries, memory, many)
+        difference = compare(model, folder, graphs)
         if not difference < TOLERANCE:
             raise ValueError(f"the graph must give the model's log-probabilities, got a difference of {difference:.1e}")
         differences = f"log-probabilities differ by {difference:.1e}"
         if args.quantize:
             for path in sorted(folder.glob("*.onnx")):
                 quantize(path)
-            differences += f", in 8 bits by {compare(model, folder, entries, memory, many):.1e}"
-    pieces = f"{PIECE} tokens or fewer" if many else "one token"
+            differences += f", in 8 bits by {compare(model, folder, graphs):.1e}"
+    pieces = f"{PIECE} tokens or fewer" if graphs.many else "one token"
     size = sum(file.stat().st_size for file in args.out.glob("*.onnx*")) / 1e6
     print(f"wrote {args.out}: {size:.1f} MB, a call reads {pieces}; {differences}")
 
@@ -107,24 +102,20 @@ def load(path: str, data: str) -> "tuple[FwpLanguageModel | FwpTransformerModel,
     from fairseq_fwp.cli import loading
     from fairseq_fwp.models.fwp_lm import FwpLanguageModel
     from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
+    from fairseq_fwp.ops.checks import check
 
     checkpoint = read(path)
     if ARCH_MODEL_REGISTRY.get(checkpoint.arch) is FwpTransformerModel:
         overwrite_args_by_name(checkpoint.cfg, {"data": data})
         task = tasks.setup_task(checkpoint.cfg.task, from_checkpoint=True)
         model = checkpoint.build(task)
-        if model.decoder.cfg.no_cross_attention or model.decoder.cross_self_attention:
-            raise ValueError(
-                f"{path} must be trained without --no-cross-attention and --cross-self-attention: it has no other form "
-                "in ONNX"
-            )
+        usual = not model.decoder.cfg.no_cross_attention and not model.decoder.cross_self_attention
+        without = "without --no-cross-attention and --cross-self-attention"
+        check(usual, f"{path} must be trained {without}: it has no other form in ONNX")
     else:
         model, task = loading.load_model(checkpoint, data)
-        if not isinstance(model, FwpLanguageModel):
-            raise ValueError(
-                f"{path} must be an fwp_lm or fwp_transformer, got {type(model).__name__}: its states have no form in "
-                "ONNX"
-            )
+        got = f"{type(model).__name__}: its states have no form in ONNX"
+        check(isinstance(model, FwpLanguageModel), f"{path} must be an fwp_lm or fwp_transformer, got {got}")
     return model.float().eval(), task
 
 
@@ -140,13 +131,7 @@ def most_tokens(model: "FwpLanguageModel | FwpTransformerModel") -> int | None:
     return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else None
 
 
-def compare(
-    model: "FwpLanguageModel | FwpTransformerModel",
-    folder: Path,
-    entries: "list[Entry]",
-    memory: "list[Entry]",
-    many: bool,
-) -> float:
+def compare(model: "FwpLanguageModel | FwpTransformerModel", folder: Path, graphs: "Graphs") -> float:
     """Return the greatest difference of log-probabilities, over calls that continue from each other's states."""
     import onnxruntime
     import torch
@@ -155,25 +140,23 @@ def compare(
     words, memories = len(model.decoder.dictionary), {}
     tokens = torch.randint(model.decoder.padding_idx + 1, words, (3, 12), generator=draw)
     with torch.no_grad():
-        if memory:
+        if graphs.source is not None:
             source = torch.randint(4, len(model.encoder.dictionary), (3, 9), generator=draw)
             expected = model.get_normalized_probs(model(source, None, tokens), log_probs=True)
             session = onnxruntime.InferenceSession(folder / "source.onnx", providers=["CPUExecutionProvider"])
             outputs = session.run(None, {"tokens": source.numpy()})
-            memories = dict(zip((entry.name for entry in memory), outputs, strict=True))
+            memories = dict(zip((entry.name for entry in graphs.memory), outputs, strict=True))
         else:
             features, _ = model.decoder.step(tokens, None, 0)
             expected = model.decoder.adaptive_softmax.get_log_prob(features, None)
-    log_probs = read_pieces(folder, entries, tokens.split([7, 1, 3, 1] if many else 1, dim=1), memories)
+    pieces = tokens.split([7, 1, 3, 1] if graphs.many else 1, dim=1)
+    log_probs = read_pieces(folder, graphs.state, pieces, memories)
     # Of a word that the model cannot predict, both are minus infinity.
     return float((log_probs - expected).masked_fill(log_probs == expected, 0).abs().max())
 
 
 def read_pieces(
-    folder: Path,
-    entries: "list[Entry]",
-    pieces: "Sequence[Tensor]",
-    memory: "dict[str, np.ndarray] | None" = None,
+    folder: Path, entries: "list[Entry]", pieces: "Sequence[Tensor]", memory: "dict[str, np.ndarray] | None" = None
 ) -> "Tensor":
     """Return the log-probabilities (B, L, V) of the graph in a folder, for pieces (B, ...) of L tokens in all.
 

@@ -29,6 +29,8 @@ from fairseq_fwp.checkpoints.convert.fairseq import LANGUAGES, TRANSLATION_MODEL
 from fairseq_fwp.checkpoints.linearize import linearize
 from fairseq_fwp.checkpoints.linearize.options import ATTENTION_OPTIONS, METHOD, Method, check_options
 from fairseq_fwp.checkpoints.pretrained import OURS, read
+from fairseq_fwp.checkpoints.pretrained.dictionary import DICTIONARY
+from fairseq_fwp.checkpoints.pretrained.folder import CONFIG, WEIGHTS
 from fairseq_fwp.cli import make_parser, one_sentence, start_logging
 from fairseq_fwp.cli.loading import import_plugin
 from fairseq_fwp.patches.options import Settings, flag
@@ -54,20 +56,14 @@ def add_attention_flags(command: argparse.ArgumentParser) -> None:
     for name, (kind, text, metavar) in METHOD.items():
         group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
     group = command.add_argument_group("the new attention: flags of fairseq-train")
-    for action in attention_actions():
-        group._add_action(action)
-
-
-def attention_actions() -> list[argparse.Action]:
-    """Return the flags of a new attention as argparse's actions; without a value they are not in the namespace."""
-    actions: dict[str, argparse.Action] = {}
+    added = set()
     for arch, options in ATTENTION_OPTIONS.items():
-        of_model = argparse.ArgumentParser(argument_default=SUPPRESS, add_help=False)
+        of_model = argparse.ArgumentParser(argument_default=SUPPRESS, add_help=False)  # only what is given is read
         ARCH_MODEL_REGISTRY[arch].add_args(of_model)
         for action in of_model._actions:
-            if action.dest in options:
-                actions.setdefault(action.dest, action)
-    return list(actions.values())
+            if action.dest in options and action.dest not in added:
+                added.add(action.dest)
+                group._add_action(action)
 
 
 def read_attention(
@@ -105,10 +101,15 @@ def import_named_plugin(command: str, arguments: Sequence[str] | None) -> None:
         import_plugin(first.parse_known_args(arguments)[0].user_dir)
 
 
-def report(conversion: Conversion, out: Path) -> None:
-    """Print what was written for fairseq."""
-    files = ", ".join([str(out / CHECKPOINT), *dictionaries(conversion)])
-    print(f"wrote {files} and {FLAGS}: {(out / FLAGS).read_text().strip()}")
+def report(conversion: Conversion, out: Path, to: str = "fairseq") -> None:
+    """Print what was written, for whom of `TARGETS`."""
+    if to == "fairseq":
+        files = ", ".join([str(out / CHECKPOINT), *dictionaries(conversion)])
+        print(f"wrote {files} and {FLAGS}: {(out / FLAGS).read_text().strip()}")
+    elif to == "safetensors":
+        print(f"wrote {out / CONFIG}, {WEIGHTS} and {DICTIONARY}; fairseq_fwp.load reads the folder")
+    else:
+        print(f"wrote {out / CONFIG} and {WEIGHTS}; the tokenizer's files are those of the source")
     for note in conversion.notes:
         print(f"note: {note}")
 

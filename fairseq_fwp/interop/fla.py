@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops.arguments import expect_shape, state_dtype
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.ops.convolution import causal_conv1d
 
 Results = tuple[Tensor, Any]
@@ -103,8 +104,7 @@ def _check_options(values: dict[str, Any]) -> None:
     if not values.get("use_gate_in_kernel"):
         return
     bound = values.get("lower_bound")
-    if values["g"] is None:
-        raise ValueError("g must be given with use_gate_in_kernel, got None")
+    check(values["g"] is not None, "g must be given with use_gate_in_kernel, got None")
     if values["A_log"] is None and bound is None:
         raise ValueError("A_log must be given with use_gate_in_kernel and without lower_bound, got None")
     if values["safe_gate"] and "lower_bound" in values and (bound is None or not -5 <= bound < 0):
@@ -158,17 +158,10 @@ def _run_sequences(
     rule: Run, tensors: list[Tensor], state: Tensor | None, places: Tensor, wants_states: bool
 ) -> Results:
     (batch, _, length), ends = tensors[0].shape[:3], places.tolist()
-    if (
-        places.is_floating_point()
-        or batch != 1
-        or len(ends) < 2
-        or ends != sorted(ends)
-        or (ends[0], ends[-1]) != (0, length)
-    ):
-        raise ValueError(
-            f"cu_seqlens must be integers that ascend from 0 to the {length} tokens of a batch of one, got {ends} "
-            f"for a batch of {batch}"
-        )
+    ascending = len(ends) > 1 and ends == sorted(ends) and (ends[0], ends[-1]) == (0, length)
+    integers = f"integers that ascend from 0 to the {length} tokens of a batch of one"
+    fits = batch == 1 and ascending and not places.is_floating_point()
+    check(fits, f"cu_seqlens must be {integers}, got {ends} for a batch of {batch}")
     if state is not None and state.shape[0] != len(ends) - 1:
         raise ValueError(f"initial_state must be one for each of {len(ends) - 1} sequences, got {state.shape[0]}")
     if state is None and not wants_states:  # one call for all
@@ -204,8 +197,11 @@ def _linear_attn(run: Run, q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> 
     return out / (divisor + 1e-10), None if total is None else (memory, total.squeeze(-1).unsqueeze(1))
 
 
-def _simple_gla(run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Results:
-    """Linear attention with a decay per head: g of each token, g_gamma (HV,) of all (RetNet), or their sum."""
+def _gla(run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None = None) -> Results:
+    """Linear attention with a decay per head, or per key dimension.
+
+    g: of each token; g_gamma (HV,): of a head at all tokens (RetNet); both: their sum.
+    """
     if g_gamma is not None:
         expect_shape("g_gamma", g_gamma, HV=v.shape[2])
         if g is not None:
@@ -214,22 +210,12 @@ def _simple_gla(run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_g
     return run(ops.sum_rule, q, k, v) if g is None else run(ops.gla_rule, q, k, v, _decay(g, q))
 
 
-def _gla(run: Run, q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None, gv: Tensor | None = None) -> Results:
-    """Gated linear attention with a decay per key dimension, g or gk, and per value dimension, gv (B, T, HV, V)."""
-    if gv is not None:
-        by_key = v.new_ones(()).expand(*v.shape[:3], k.shape[3]) if gk is None else _decay(gk, q)
-        return run(ops.decay_rule, q, k, v, by_key, _decay(gv, q))
-    return run(ops.sum_rule, q, k, v) if gk is None else run(ops.gla_rule, q, k, v, _decay(gk, q))
-
-
-def _chunk_gla(run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Results:
-    """Gated linear attention with a decay per key dimension."""
-    return _gla(run, q, k, v, g)
-
-
-def _delta_rule(run: Run, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> Results:
-    """The delta rule; without beta, its rate is one."""
-    return _gated_delta_rule(run, q, k, v, None, beta)
+def _decayed_values(run: Run, q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None, gv: Tensor | None) -> Results:
+    """Gated linear attention with a decay per key dimension, gk, and per value dimension, gv (B, T, HV, V)."""
+    if gv is None:
+        return _gla(run, q, k, v, gk)
+    by_key = v.new_ones(()).expand(*v.shape[:3], k.shape[3]) if gk is None else _decay(gk, q)
+    return run(ops.decay_rule, q, k, v, by_key, _decay(gv, q))
 
 
 def _gated_delta_rule(
@@ -237,8 +223,8 @@ def _gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor | None,
     beta: Tensor | None,
+    g: Tensor | None = None,
     gk: Tensor | None = None,
     gv: None = None,
     use_gate_in_kernel: bool = False,
@@ -248,9 +234,11 @@ def _gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
 ) -> Results:
-    """The delta rule, with a decay per head or per key dimension (Kimi Delta Attention), or none."""
-    if gv is not None:
-        raise ValueError("gv must be left out: the gated delta rule has no decay per value dimension here")
+    """The delta rule, with a decay per head or per key dimension (Kimi Delta Attention), or none.
+
+    Without beta, its rate is one.
+    """
+    check(gv is None, "gv must be left out: the gated delta rule has no decay per value dimension here")
     if g is not None and use_gate_in_kernel:
         g = _gate(g, v, A_log, dt_bias, lower_bound)
     if g is not None and gk is not None:
@@ -267,8 +255,8 @@ def _gated_delta_rule(
 
 
 def _gate(g: Tensor, v: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
-    if g.shape[:3] != v.shape[:3]:
-        raise ValueError(f"g must begin with (B, T, HV) = {tuple(v.shape[:3])}, got {tuple(g.shape)}")
+    of_values = v.shape[:3]
+    check(g.shape[:3] == of_values, f"g must begin with (B, T, HV) = {tuple(of_values)}, got {tuple(g.shape)}")
     for name, x, count in (("A_log", A_log, g.shape[2]), ("dt_bias", dt_bias, g.shape[2:].numel())):
         if x is not None and x.numel() != count:
             raise ValueError(f"{name} must have {count} numbers with g of shape {tuple(g.shape)}, got {x.numel()}")
@@ -284,11 +272,9 @@ def _delta_product(
 ) -> Results:
     """N delta steps a token: k, v and beta are (B, T N, H, ...), the decay g (B, T, H) precedes the first."""
     for name, x in (("keys", k), ("values", v), ("rates", beta)):
-        if num_householder < 1 or x.shape[1] != num_householder * q.shape[1]:
-            tokens = f"{x.shape[1]} {name} for {q.shape[1]} queries"
-            raise ValueError(
-                f"num_householder must be the number of {name} of each query, got {num_householder} and {tokens}"
-            )
+        fits = num_householder >= 1 and x.shape[1] == num_householder * q.shape[1]
+        got = f"{num_householder} and {x.shape[1]} {name} for {q.shape[1]} queries"
+        check(fits, f"num_householder must be the number of {name} of each query, got {got}")
     k, v, beta = (x.unflatten(1, (-1, num_householder)).transpose(2, 3) for x in (k, v, beta))
     if g is None:
         return run(ops.delta_product_rule, q, k, v, beta)
@@ -325,17 +311,17 @@ fused_recurrent_linear_attn = _function(
     _linear_attn, "fused_recurrent_linear_attn", f"q k v {STATES} reverse=False normalize=False {ENDS}"
 )
 DECAYS = "q k v g=None g_gamma=None"
-chunk_simple_gla = _function(_simple_gla, "chunk_simple_gla", f"{DECAYS} {STATES} {V_FIRST} {ENDS}")
+chunk_simple_gla = _function(_gla, "chunk_simple_gla", f"{DECAYS} {STATES} {V_FIRST} {ENDS}")
 fused_recurrent_simple_gla = _function(
-    _simple_gla, "fused_recurrent_simple_gla", f"{DECAYS} {STATES} reverse=False {V_FIRST} {ENDS}"
+    _gla, "fused_recurrent_simple_gla", f"{DECAYS} {STATES} reverse=False {V_FIRST} {ENDS}"
 )
-chunk_gla = _function(_chunk_gla, "chunk_gla", f"q k v g {STATES} {V_FIRST} {ENDS}")
+chunk_gla = _function(_gla, "chunk_gla", f"q k v g {STATES} {V_FIRST} {ENDS}")
 fused_recurrent_gla = _function(
-    _gla, "fused_recurrent_gla", f"q k v gk=None gv=None {STATES} reverse=False {V_FIRST} {ENDS}"
+    _decayed_values, "fused_recurrent_gla", f"q k v gk=None gv=None {STATES} reverse=False {V_FIRST} {ENDS}"
 )
-chunk_delta_rule = _function(_delta_rule, "chunk_delta_rule", f"q k v beta {STATES} {NORM} {ENDS}")
+chunk_delta_rule = _function(_gated_delta_rule, "chunk_delta_rule", f"q k v beta {STATES} {NORM} {ENDS}")
 fused_recurrent_delta_rule = _function(
-    _delta_rule, "fused_recurrent_delta_rule", f"q k v beta=None {STATES} {NORM} {ENDS}"
+    _gated_delta_rule, "fused_recurrent_delta_rule", f"q k v beta=None {STATES} {NORM} {ENDS}"
 )
 chunk_gated_delta_rule = _function(
     _gated_delta_rule,
@@ -382,8 +368,7 @@ fused_recurrent_gdn2 = _function(
 
 
 def _silu(x: Tensor, activation: str | None) -> Tensor:
-    if activation not in (None, "silu", "swish"):
-        raise ValueError(f"activation must be None, silu or swish, got {activation!r}")
+    check(activation in (None, "silu", "swish"), f"activation must be None, silu or swish, got {activation!r}")
     return x if activation is None else F.silu(x)
 
 
@@ -392,8 +377,7 @@ def _columns_before(channels: int, weight: Tensor, bias: Tensor | None) -> int:
     expect_shape("weight", weight, D=channels, W=None)
     if bias is not None:
         expect_shape("bias", bias, D=channels)
-    if not weight.shape[1]:
-        raise ValueError("weight must have at least one column, got none")
+    check(weight.shape[1], "weight must have at least one column, got none")
     return weight.shape[1] - 1
 
 
@@ -447,15 +431,14 @@ def causal_conv1d_update(
     S must be at least W - 1.
     """
     for name, value in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
-        if value is not None:
-            raise ValueError(f"{name} must be left out, which this package does not compute")
+        check(value is None, f"{name} must be left out, which this package does not compute")
     tokens = x.unsqueeze(-1) if x.dim() == 2 else x
     expect_shape("x", tokens, B=None, D=None, T=None)
     before = _columns_before(tokens.shape[1], weight, bias)
     expect_shape("conv_state", conv_state, B=x.shape[0], D=x.shape[1], S=None)
-    if conv_state.shape[-1] < before:
-        raise ValueError(f"conv_state must have at least {before} columns, got {conv_state.shape[-1]}")
+    columns = conv_state.shape[-1]
+    check(columns >= before, f"conv_state must have at least {before} columns, got {columns}")
     seen = torch.cat([conv_state.to(x.dtype), tokens], -1)
-    conv_state.copy_(seen[..., -conv_state.shape[-1] :])
+    conv_state.copy_(seen[..., -columns:])
     out = _silu(causal_conv1d(seen.mT, weight, bias).mT[..., -tokens.shape[-1] :], activation)
     return out.squeeze(-1) if x.dim() == 2 else out

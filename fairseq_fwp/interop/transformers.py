@@ -14,7 +14,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Collection
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..ops import MlstmState, mlstm_rule
 from ..ops.arguments import state_dtype
+from ..ops.checks import check
 from . import fla
 
 Function = Callable[..., Any]
@@ -40,7 +41,7 @@ _replaced: list[tuple[Any, str, Any]] = []  # object, name, and what it was
 _users = 0
 
 
-class use_in_transformers:
+class use_in_transformers(AbstractContextManager["use_in_transformers"]):
     """Give our functions to the models of transformers, until `undo()`, or for a `with` block; uses may overlap.
 
     RuntimeError: this version of transformers has no such functions.
@@ -62,10 +63,7 @@ class use_in_transformers:
             owner, name, before = _replaced.pop()
             setattr(owner, name, before)
 
-    def __enter__(self) -> "use_in_transformers":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
 
@@ -149,8 +147,7 @@ def _xlstm_backend(theirs: Function) -> Function:
             states = (c_initial, n_initial, m_initial)
             return theirs(self, query, key, value, igate, fgate, *states, return_last_states, mode)
         given = [x for x in (c_initial, n_initial, m_initial) if x is not None]
-        if len(given) not in (0, 3):
-            raise ValueError("c_initial, n_initial and m_initial must be given together, got only some")
+        check(len(given) in (0, 3), "c_initial, n_initial and m_initial must be given together, got only some")
         if return_last_states is None:
             return_last_states = self.config.return_last_states
         return_last_states |= "inference" in (mode or self.config.mode)

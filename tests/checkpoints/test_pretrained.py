@@ -260,9 +260,7 @@ def test_weights_in_several_files(saved, tmp_path):
             fairseq_fwp.load(folder)
     place({})
     save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, folder / "a.safetensors")
-    with pytest.raises(
-        ValueError, match=rf"{name} must be floating-point of 16 bits or more, got torch\.float8_e4m3fn"
-    ):
+    with pytest.raises(ValueError, match=rf"{name} must be floating-point of 16 bits or more, got torch\.float8_e4"):
         fairseq_fwp.load(folder)
     (folder / "a.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match=r"got a truncated or different file: .*header too large"):

@@ -50,9 +50,8 @@ def folder(tmp_path_factory):
 
 def loss(folder, path, *flags):
     out = folder / "result.json"
-    eval_lm.main(
-        [str(folder / "data"), "--path", str(path), "--cpu", "--json", str(out), "--context-window", "0", *flags]
-    )
+    given = [folder / "data", "--path", path, "--cpu", "--json", out, "--context-window", 0, *flags]
+    eval_lm.main([*map(str, given)])
     return json.loads(out.read_text())["loss"]
 
 

@@ -34,7 +34,7 @@ from support.small_models import (
 from support.small_text import prepare_random_text, preprocess, train_model
 
 from fairseq_fwp.checkpoints.convert import checkpoint, conversion
-from fairseq_fwp.checkpoints.export.onnx import to_onnx, translation_to_onnx
+from fairseq_fwp.checkpoints.export.onnx import Graphs, to_onnx, translation_to_onnx
 from fairseq_fwp.cli import eval_lm, export, loading
 
 pytest.importorskip("onnxruntime")
@@ -58,12 +58,12 @@ def test_a_graph_in_pieces_gives_the_log_probabilities_of_the_model(kind, tmp_pa
     length = 32 if kind == "learned positions" else 1000
     exact = build(kind, tokens_per_sample=32, fwp_backend="auto").eval()
     model = copy.deepcopy(exact).float()
-    program, entries, many = to_onnx(model.decoder)
-    assert many == (kind not in ONE_TOKEN)
-    program.save(str(tmp_path / "model.onnx"))
+    graphs = to_onnx(model.decoder)
+    assert graphs.many == (kind not in ONE_TOKEN)
+    graphs.step.save(str(tmp_path / "model.onnx"))
     tokens = random_tokens(3, length)
-    pieces = tokens.split([7, 1, 1, length - 10, 1] if many else 1, dim=1)
-    found = export.read_pieces(tmp_path, entries, pieces)
+    pieces = tokens.split([7, 1, 1, length - 10, 1] if graphs.many else 1, dim=1)
+    found = export.read_pieces(tmp_path, graphs.state, pieces)
     with torch.no_grad():
         truth, ours = (
             part.adaptive_softmax.get_log_prob(part.step(tokens, None, 0)[0], None)
@@ -78,13 +78,13 @@ def test_a_graph_in_pieces_gives_the_log_probabilities_of_the_model(kind, tmp_pa
     "kind", [pytest.param(x, marks=() if x == "softmax" else pytest.mark.slow) for x in LANGUAGE_MODELS]
 )
 def test_a_graph_in_eight_bits_is_smaller_and_can_be_read(kind, tmp_path):
-    program, entries, many = to_onnx(build(kind, tokens_per_sample=32, fwp_backend="auto").float().eval().decoder)
-    program.save(str(tmp_path / "model.onnx"))
-    pieces = random_tokens(3, 12).split(6 if many else 1, dim=1)
-    size, expected = (tmp_path / "model.onnx").stat().st_size, export.read_pieces(tmp_path, entries, pieces)
+    graphs = to_onnx(build(kind, tokens_per_sample=32, fwp_backend="auto").float().eval().decoder)
+    graphs.step.save(str(tmp_path / "model.onnx"))
+    pieces = random_tokens(3, 12).split(6 if graphs.many else 1, dim=1)
+    size, expected = (tmp_path / "model.onnx").stat().st_size, export.read_pieces(tmp_path, graphs.state, pieces)
     export.quantize(tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx").stat().st_size < size
-    found = export.read_pieces(tmp_path, entries, pieces)
+    found = export.read_pieces(tmp_path, graphs.state, pieces)
     assert torch.allclose(found.exp().sum(-1), torch.ones(3, 12), atol=1e-4)
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.5
 
@@ -97,14 +97,16 @@ def test_a_step_of_translation_gives_the_log_probabilities_of_the_model(kind, tm
 
     exact = build_translation(**{**TRANSLATIONS[kind], "fwp_backend": "auto"})
     model = copy.deepcopy(exact).float()
-    source, step, memory, entries = translation_to_onnx(model)
-    source.save(str(tmp_path / "source.onnx"))
-    step.save(str(tmp_path / "model.onnx"))
+    graphs = translation_to_onnx(model)
+    graphs.source.save(str(tmp_path / "source.onnx"))
+    graphs.step.save(str(tmp_path / "model.onnx"))
     text, tokens = random_tokens(3, 7), random_tokens(3, 60)
     session = onnxruntime.InferenceSession(tmp_path / "source.onnx", providers=["CPUExecutionProvider"])
-    kept = dict(zip((x.name for x in memory), session.run(None, {"tokens": text.numpy()}), strict=True))
-    assert all(entry.grows is None for entry in memory) == (TRANSLATIONS[kind].get("cross_feature_map") != "softmax")
-    found = export.read_pieces(tmp_path, entries, tokens.split(1, 1), kept)
+    kept = dict(zip((x.name for x in graphs.memory), session.run(None, {"tokens": text.numpy()}), strict=True))
+    assert all(entry.grows is None for entry in graphs.memory) == (
+        TRANSLATIONS[kind].get("cross_feature_map") != "softmax"
+    )
+    found = export.read_pieces(tmp_path, graphs.state, tokens.split(1, 1), kept)
     with torch.no_grad():
         truth, ours = scores_of(exact, text, tokens), model(text, None, tokens)[0].log_softmax(-1)
     error, of_model = ((x - truth).abs().max().item() for x in (found, ours))
@@ -311,9 +313,7 @@ def test_a_text_ends_where_learned_positions_do(folder):
 def test_a_state_of_the_wrong_shape(models):
     ours, (tokens, state) = models[0], models[0].begin("w1")
     wrong = [state[0][:, :1], *state[1:]]
-    with pytest.raises(
-        ValueError, match=r"layers\[0\].weights of the state must have the shape \[1, 2, 8, 8\], got \["
-    ):
+    with pytest.raises(ValueError, match=r"layers\[0\].weights of the state must have the shape \[1, 2, 8, 8\], got"):
         ours.read(tokens, wrong)
     with pytest.raises(ValueError, match="of the state must have the shape"):
         ours.read(np.repeat(tokens, 2, 0), state)
@@ -382,30 +382,26 @@ def test_words_that_a_model_cannot_predict_do_not_differ(models, folder, monkeyp
         log_probs = softmax.get_log_prob(model.decoder.step(tokens, None, 0)[0], None)
     for found, difference in ((log_probs, 0), (log_probs + 0.5, 0.5), (log_probs.clamp(min=-99), math.inf)):
         monkeypatch.setattr(export, "read_pieces", lambda *_, found=found: found)
-        assert export.compare(model, folder / "exported", [], [], True) == pytest.approx(difference, abs=1e-5)
+        assert export.compare(model, folder / "exported", Graphs(None, [], many=True)) == pytest.approx(
+            difference, abs=1e-5
+        )
 
 
 def test_refusals(folder, tmp_path, monkeypatch):
-    path = folder / "gated_delta_lm_wt103/checkpoint_last.pt"
-    says = "--out must be a new folder, got .*, which exists"
-    refused(export.main, folder / "data", "--path", path, "--out", tmp_path, says=says)
-    refused(
-        export.main,
-        folder / "data",
-        "--path",
-        tmp_path / "no.pt",
-        "--out",
-        tmp_path / "new",
-        says="cannot be read: No such",
-    )
-    refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "no/new", says="in a folder that exists")
+    trained = folder / "gated_delta_lm_wt103/checkpoint_last.pt"
+
+    def refuses(says, path=trained, out="new"):
+        refused(export.main, folder / "data", "--path", path, "--out", tmp_path / out, says=says)
+
+    refuses("--out must be a new folder, got .*, which exists", out="")
+    refuses("cannot be read: No such", path=tmp_path / "no.pt")
+    refuses("in a folder that exists", out="no/new")
     odd, task = build_model("softmax_lm_wt103"), Namespace(target_dictionary=make_dictionary(50))
     odd.decoder.layers[0].fc1.forward = lambda x: x * float(x.sum())
-    kinds = ((build_model("fwp_xl_lm"), "must be an fwp_lm or fwp_tr"), (odd, "a part without a form"))
-    for model, says in kinds:
+    for model, says in ((build_model("fwp_xl_lm"), "must be an fwp_lm or fwp_tr"), (odd, "a part without a form")):
         monkeypatch.setattr(loading, "load_model", lambda *_, model=model: (model, task))
-        refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says=says)
+        refuses(says)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    refused(export.main, folder / "data", "--path", path, "--out", tmp_path / "new", says="pip install")
+    refuses("pip install")
     assert not list(tmp_path.iterdir())

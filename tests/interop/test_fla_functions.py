@@ -194,14 +194,11 @@ WITHOUT = "use_beta_sigmoid_in_kernel must be True with allow_neg_eigval, got Fa
 BOUND = r"lower_bound must be in \[-5, 0\) with use_gate_in_kernel and safe_gate, got"
 DELTA = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda", "fused_recurrent_kda")
 # functions, changed arguments, words of the sentence
+# fmt: off
 OPTIONS = [
     (DELTA, {"allow_neg_eigval": True}, WITHOUT),
     (DELTA[1:2], {"g": None, **GATE}, "g must be given with use_gate_in_kernel, got None"),
-    (
-        DELTA[2:],
-        {**GATE, "A_log": None},
-        "A_log must be given with use_gate_in_kernel and without lower_bound, got None",
-    ),
+    (DELTA[2:], {**GATE, "A_log": None}, "A_log must be given with use_gate_in_kernel and without lower_bound, got"),
     (("chunk_kda", "chunk_gdn2"), {**GATE, "safe_gate": True}, f"{BOUND} None"),
     (("chunk_kda", "chunk_gdn2"), {**GATE, "safe_gate": True, "lower_bound": -6.0}, f"{BOUND} -6.0"),
     (DELTA, {**GATE, "A_log": torch.zeros(3)}, r"A_log must have 4 numbers with g of shape \(2, 9, 4.*\), got 3"),
@@ -211,12 +208,9 @@ OPTIONS = [
     (DELTA[1:2], {"gk": BY_KEY, "g": G[:1]}, r"g must have shape \(B = 2, T = 9, HV = 4\), got \(1, 9, 4\)"),
     (("chunk_simple_gla",), {"g_gamma": G[0, 0, :3]}, r"g_gamma must have shape \(HV = 4\), got \(3,\)"),
     (("chunk_simple_gla",), {"g_gamma": G[0, 0], "g": G[:1]}, r"g must have shape \(B = 2, T = 9, HV = 4\), got"),
-    (
-        ("chunk_gated_delta_product",),
-        {"num_householder": 1, "beta": B[:, :8]},
-        "num_householder .* rates of each query, got 1",
-    ),
+    (("chunk_gated_delta_product",), {"num_householder": 1, "beta": B[:, :8]}, "num_householder .* rates of each"),
 ]
+# fmt: on
 
 
 @looped(("functions", "change", "said"), OPTIONS)

@@ -10,15 +10,11 @@ from fairseq_fwp.interop.transformers import use_in_transformers
 from fairseq_fwp.modules.attention import Mlstm
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
+transformers.logging.set_verbosity_error()
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
 
 # Widths of 64, as in the published models: of others the cache of transformers does not fit.
 SIZES = {"vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 2, "num_heads": 4, "chunk_size": 16}
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.logging.set_verbosity_error()
 
 
 def build(dtype=torch.float32, **more):

@@ -3,19 +3,18 @@
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from fairseq import options
 from fairseq.data import Dictionary
-from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, BaseFairseqModel
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
-from torch import nn
 
 from fairseq_fwp.checkpoints.convert.conversion import Conversion
 from fairseq_fwp.checkpoints.pretrained.checkpoint import build_filled, check_fit, sketch
@@ -35,13 +34,11 @@ def write(conversion: Conversion, out: Path) -> None:
     empty, or if the weights do not fit the model of the flags.
     """
     check_new(out)
-    flags, task = command_line(conversion), make_task(conversion)
-    cfg = fairseq_config(flags, out)
-    of_words = {KEY: fingerprints(task)}
+    flags, of_words = command_line(conversion), {KEY: fingerprints(make_task(conversion))}
     saved = {
         "args": None,
-        "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
-        "model": build_converted(conversion, cfg.model, task).state_dict(),
+        "cfg": OmegaConf.to_container(fairseq_config(flags, out), resolve=True, enum_to_str=True),
+        "model": build_converted(conversion).state_dict(),
         "criterion": None,
         "optimizer_history": [{"optimizer_name": None, "lr_scheduler_state": {}, "num_updates": 0}],
         "task_state": of_words,
@@ -130,27 +127,18 @@ def make_task(conversion: Conversion) -> Namespace:
     return Namespace(source_dictionary=source, target_dictionary=target)
 
 
-def build_empty(
-    conversion: Conversion, cfg: FairseqDataclass | None = None, task: Namespace | None = None
-) -> BaseFairseqModel:
-    """Return the model with its initial weights; see `build_converted`."""
-    if cfg is None:
-        args, config = parse(command_line(conversion), Path()), MODEL_DATACLASS_REGISTRY.get(conversion.arch)
-        cfg = OmegaConf.structured(config.from_namespace(args)) if config else args
-    return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task or make_task(conversion))
+def build_empty(conversion: Conversion) -> BaseFairseqModel:
+    """Return the model of the flags with its initial weights."""
+    args, config = parse(command_line(conversion), Path()), MODEL_DATACLASS_REGISTRY.get(conversion.arch)
+    cfg = OmegaConf.structured(config.from_namespace(args)) if config else args
+    return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, make_task(conversion))
 
 
-def build_converted(
-    conversion: Conversion, cfg: FairseqDataclass | None = None, task: Namespace | None = None
-) -> nn.Module:
-    """Build a model with the weights, in the widest of their dtypes. Raises ValueError if they do not fit.
-
-    cfg, task: of the model; None: as the flags say.
-    """
-    return build_filled(lambda: build_empty(conversion, cfg, task), conversion.weights, conversion.flags)
+def build_converted(conversion: Conversion) -> BaseFairseqModel:
+    """Return the model with the weights, in the widest of their dtypes. Raises ValueError if they do not fit."""
+    return build_filled(partial(build_empty, conversion), conversion.weights, conversion.flags)
 
 
 def check_weights(conversion: Conversion) -> None:
     """Check that the weights fit the model of the flags, built on the meta device; raise ValueError otherwise."""
-    model = sketch(lambda: build_empty(conversion), conversion.weights, conversion.flags)
-    check_fit(model, conversion.weights)
+    check_fit(sketch(partial(build_empty, conversion), conversion.weights, conversion.flags), conversion.weights)

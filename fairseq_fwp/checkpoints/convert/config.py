@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Collection, Mapping
 from sys import float_info
-from typing import TypeAlias, TypeGuard
+from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.options import Settings
 
 # Of a setting the only value that can be converted, and what the model does with another value.
 Expected: TypeAlias = Mapping[str, tuple[object, str]]
-# What settings must be unless they are left out: words for errors, whether a value is that, and their names.
-Kinds: TypeAlias = Mapping[str, tuple[Callable[[object], bool], tuple[str, ...]]]
-
+Entry = TypeVar("Entry")
 
 # Of every model.
 GENERAL: Expected = {
@@ -26,14 +25,24 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return type(value) in (int, float)
 
 
-WHOLE = "a whole number of at least 1"
-POSITIVE = "a number above 0"
-SWITCH = "true or false"
-FITS: dict[str, Callable[[object], bool]] = {
-    WHOLE: lambda value: type(value) is int and value >= 1,
-    POSITIVE: lambda value: is_number(value) and 0 < value <= float_info.max,
-    SWITCH: lambda value: type(value) is bool,
-}
+class Kind(NamedTuple):
+    """What settings must be unless they are left out: in words for errors, and whether a value is that."""
+
+    words: str
+    fits: Callable[[object], bool]
+
+
+WHOLE = Kind("a whole number of at least 1", lambda value: type(value) is int and value >= 1)
+POSITIVE = Kind("a number above 0", lambda value: is_number(value) and 0 < value <= float_info.max)
+SWITCH = Kind("true or false", lambda value: type(value) is bool)
+
+
+def look_up(config: Settings, name: str, table: Mapping[str, Entry]) -> Entry:
+    """Return the entry that a setting names. Raises ValueError for another value."""
+    value = config.get(name)
+    known = isinstance(value, str) and value in table
+    check(known, f"{name} in {CONFIG} must be one of {', '.join(table)}, got {value!r}: no other can be loaded")
+    return table[str(value)]
 
 
 def check_expected(config: Settings, expected: Expected) -> None:
@@ -43,18 +52,12 @@ def check_expected(config: Settings, expected: Expected) -> None:
             raise ValueError(f"{CONFIG} has {name} = {config[name]!r}, which cannot be converted: {reason}")
 
 
-def check_kinds(config: Settings, kinds: Kinds) -> None:
-    """Raise ValueError for a setting of another kind."""
-    for kind, (fits, names) in kinds.items():
+def check_kinds(config: Settings, kinds: Mapping[Kind, tuple[str, ...]]) -> None:
+    """Raise ValueError for a setting, by the names of each kind, of another kind."""
+    for kind, names in kinds.items():
         for name in names:
             value = config.get(name)
-            if value is not None and not fits(value):
-                raise ValueError(f"{name} in {CONFIG} must be {kind}, got {value!r}")
-
-
-def names_in(kinds: Kinds) -> set[str]:
-    """Return the names of the settings of all kinds."""
-    return {name for _, names in kinds.values() for name in names}
+            check(value is None or kind.fits(value), f"{name} in {CONFIG} must be {kind.words}, got {value!r}")
 
 
 def unread_note(config: Settings, known: Collection[str]) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fairseq_fwp.checkpoints.pretrained.checkpoint import is_finite
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
 from fairseq_fwp.ops.arguments import DTYPES
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.options import Settings, flag
 
 # Words of a language model, or of each language in translation.
@@ -63,13 +64,11 @@ class Source(NamedTuple):
     def option(self, name: str, value: object) -> object:
         """Return an option's value, as the command line gives it. Raises ValueError for one that it cannot have."""
         known = {option.replace("-", "_"): kind for option, kind in self.options.items()}
-        if name not in known:
-            among = f"among {', '.join(known)}" if known else "left out with this source"
-            raise ValueError(f"options must be {among}, got {name}")
+        among = f"among {', '.join(known)}" if known else "left out with this source"
+        check(name in known, f"options must be {among}, got {name}")
         kind = known[name].type
         try:
-            if kind is bool and not isinstance(value, bool):
-                raise ValueError("it is true or false")
+            check(kind is not bool or isinstance(value, bool), "it is true or false")
             return value if kind is bool or isinstance(value, int) else kind(str(value))
         except (ArgumentTypeError, ValueError) as error:
             raise ValueError(f"{name} must be a value of this option, got {value!r}: {error}") from error
@@ -103,28 +102,25 @@ class Tensors(dict[str, Tensor]):
 
     def take(self, name: str) -> Tensor:
         """Remove a tensor and return it."""
-        tensor = self[name]
-        if tensor.dtype not in DTYPES:
-            quantised = "quantised weights, as those of 8 bits, cannot be converted"
-            raise ValueError(f"{name} must be floating-point, got {tensor.dtype}: {quantised}")
-        if not is_finite(tensor):
-            raise ValueError(f"{name} must have finite numbers, got NaN or infinity: its training has failed")
+        tensor, quantised = self[name], "quantised weights, as those of 8 bits, cannot be converted"
+        check(tensor.dtype in DTYPES, f"{name} must be floating-point, got {tensor.dtype}: {quantised}")
+        check(is_finite(tensor), f"{name} must have finite numbers, got NaN or infinity: its training has failed")
         del self[name]
         return tensor
 
     def take_rows(self, name: str, rows: int) -> Tensor:
         """Take a tensor. Raises ValueError if it has another number of rows, or nothing in them."""
         tensor = self.take(name)
-        if tensor.shape[:1] != (rows,) or not tensor.numel():
-            raise ValueError(f"{name} must have {rows} rows as {CONFIG} says, got {tuple(tensor.shape)}")
+        fits = tensor.shape[:1] == (rows,) and tensor.numel()
+        check(fits, f"{name} must have {rows} rows as {CONFIG} says, got {tuple(tensor.shape)}")
         return tensor
 
     def join(self, ours: str, theirs: Mapping[str, int]) -> Tensor:
         """Take the tensors that ours joins, with their numbers of rows. Raises ValueError if they do not fit."""
         parts = [self.take_rows(name, rows) for name, rows in theirs.items()]
-        if len({part.shape[1:] for part in parts}) > 1:
-            got = ", ".join(f"{name} {tuple(part.shape)}" for name, part in zip(theirs, parts, strict=True))
-            raise ValueError(f"the parts of {ours} must have rows of one shape, got {got}")
+        got = ", ".join(f"{name} {tuple(part.shape)}" for name, part in zip(theirs, parts, strict=True))
+        of_one_shape = len({part.shape[1:] for part in parts}) == 1
+        check(of_one_shape, f"the parts of {ours} must have rows of one shape, got {got}")
         return torch.cat(parts) if len(parts) > 1 else parts[0]  # without a second copy of a large model
 
     def numbered(self, name: str) -> list[str]:
@@ -137,9 +133,8 @@ class Tensors(dict[str, Tensor]):
 
     def take_equal(self, name: str, expected: Tensor, option: str) -> None:
         """Take a tensor that is one parameter here with another. Raises ValueError about `option` if they differ."""
-        if not torch.equal(self.take(name), expected):
-            shared = "after conversion input and output share one tensor, but the checkpoint has two that differ"
-            raise ValueError(f"{option} cannot be converted: {shared}")
+        shared = "after conversion input and output share one tensor, but the checkpoint has two that differ"
+        check(torch.equal(self.take(name), expected), f"{option} cannot be converted: {shared}")
 
     def rename(self, table: Mapping[str, str]) -> dict[str, Tensor]:
         """Take all tensors, each by our name. table: patterns of how their names begin -> how ours begin."""
@@ -149,7 +144,6 @@ class Tensors(dict[str, Tensor]):
                 if re.match(theirs, name):
                     renamed[re.sub(f"^{theirs}", ours, name)] = self.take(name)
                     break
-        if self:
-            more = ", ".join(sorted(self))
-            raise ValueError(f"the state dict does not fit these options: it has also {more}; check the options")
+        more = ", ".join(sorted(self))
+        check(not self, f"the state dict does not fit these options: it has also {more}; check the options")
         return renamed

@@ -27,6 +27,7 @@ from fairseq_fwp.checkpoints.pretrained.checkpoint import read as read_checkpoin
 from fairseq_fwp.checkpoints.pretrained.dictionary import check_words, dictionary_words, read_words
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.hooks import KEY
 from fairseq_fwp.patches.options import Settings, flag, word
 
@@ -82,12 +83,10 @@ def check_vocabulary(tensors: Mapping[str, Tensor], words: int, side: str, name:
     side: encoder or decoder; name, source: words for the dictionary, and for what to give instead. Raises ValueError
     otherwise.
     """
-    pattern = rf"{side}\.embed_tokens\.(embeddings\.\d+\.0\.)?weight"
+    pattern, rows = rf"{side}\.embed_tokens\.(embeddings\.\d+\.0\.)?weight", words + len(Dictionary())
     sizes = [len(tensor) for weight, tensor in tensors.items() if re.fullmatch(pattern, weight)]
-    if sizes and sum(sizes) != words + len(Dictionary()):
-        got = f"{words + len(Dictionary())} (with fairseq's special symbols)"
-        remedy = f"give {source} of its training with --vocabulary"
-        raise ValueError(f"{name} must have the {sum(sizes)} words of the checkpoint, got {got}: {remedy}")
+    got = f"{rows} (with fairseq's special symbols): give {source} of its training with --vocabulary"
+    check(sum(sizes) in (0, rows), f"{name} must have the {sum(sizes)} words of the checkpoint, got {got}")
 
 
 def with_same_words(conversion: Conversion, options: Options) -> Conversion:
@@ -98,13 +97,11 @@ def with_same_words(conversion: Conversion, options: Options) -> Conversion:
 
 def convert_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     for name, reason in REFUSED.items():
-        if options.get(name):
-            raise ValueError(f"{flag(name)} cannot be converted: {reason}")
+        check(not options.get(name), f"{flag(name)} cannot be converted: {reason}")
     dim = options.get("decoder_embed_dim")
     for name in ("decoder_input_dim", "decoder_output_dim"):
-        if (size := options.get(name)) != dim:
-            reason = "embeddings with a projection cannot be converted"
-            raise ValueError(f"{flag(name)} must be {dim}, as --decoder-embed-dim, got {size}: {reason}")
+        size, reason = options.get(name), "embeddings with a projection cannot be converted"
+        check(size == dim, f"{flag(name)} must be {dim}, as --decoder-embed-dim, got {size}: {reason}")
     check_vocabulary(tensors, len(words), "decoder", "the dictionary", "the dict.txt")
     remaining, version = Tensors(without_marks(tensors)), tensors.get("decoder.version", torch.ones(1))
     output = adaptive_flags if options.get("adaptive_softmax_cutoff") is not None else plain_flags
@@ -158,9 +155,8 @@ def plain_flags(tensors: Tensors, options: Options, words: int) -> Settings:
 def adaptive_flags(tensors: Tensors, options: Options, words: int) -> Settings:
     """Return the flags of an adaptive input with a softmax tied to it. Raises ValueError for any other adaptive one."""
     for name in ("adaptive_input", "tie_adaptive_weights", "tie_adaptive_proj"):
-        if not options.get(name):
-            reason = "in fwp_lm the output uses the word vectors and projections of the input"
-            raise ValueError(f"{flag(name)} must be on to convert an adaptive softmax, got off: {reason}")
+        reason = "in fwp_lm the output uses the word vectors and projections of the input"
+        check(options.get(name), f"{flag(name)} must be on to convert an adaptive softmax, got off: {reason}")
     factor = float(options["adaptive_input_factor"])
     if factor != int(factor) or factor < 2:
         raise ValueError(f"--adaptive-input-factor must be a whole number of at least 2, got {factor:g}")
@@ -196,8 +192,7 @@ def words_of_languages(checkpoint: Path, vocabulary: Path | None) -> dict[str, l
     """The words of every language that has a dict.LANGUAGE.txt in a folder, None = that of the checkpoint."""
     folder = vocabulary or checkpoint.parent
     words = {path.name.split(".")[1]: read_words(path) for path in sorted(folder.glob("dict.*.txt"))}
-    if not words:
-        raise ValueError(f"{folder} must hold dict.LANGUAGE.txt: give the folder of the training with --vocabulary")
+    check(words, f"{folder} must hold dict.LANGUAGE.txt: give the folder of the training with --vocabulary")
     return words
 
 

@@ -7,6 +7,7 @@ Names of earlier versions of RWKV-7, with all mixtures in one tensor x_x, are re
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from math import inf, isclose
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +19,14 @@ from torch import Tensor
 from fairseq_fwp.checkpoints.convert import folder
 from fairseq_fwp.checkpoints.convert.checkpoint import check_weights
 from fairseq_fwp.checkpoints.convert.config import (
-    FITS,
     POSITIVE,
     SWITCH,
     WHOLE,
-    Expected,
-    Kinds,
+    Kind,
     check_expected,
     check_kinds,
     is_number,
-    names_in,
+    look_up,
     unread_note,
 )
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Source, Tensors
@@ -35,6 +34,7 @@ from fairseq_fwp.checkpoints.convert.vocabulary import arrange, take_tables
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import MODERN, RWKV7
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.options import Settings, flag
 
 NAME = "flash-linear-attention"
@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
          "head_dim": 64, "norm_eps": 1e-5, "num_heads": None, "v_low_rank_dim": None},
     ),
 }  # fmt: skip
-EXPECTED: Expected = {
+EXPECTED = {
     "attnres_block_size": (None, "its layers attend to the outputs of earlier ones"),
     "hidden_act": ("swish", "its feed-forward blocks have another activation"),
     "qk_activation": ("silu", "its queries and keys have another activation"),
@@ -70,7 +70,7 @@ EXPECTED: Expected = {
     "use_output_norm": (True, "its layers do not normalise what they read"),
     "use_short_conv": (True, "it has no short convolution"),
 }
-EXPECTED_OF_RWKV7: Expected = {
+EXPECTED_OF_RWKV7 = {
     "attn": (None, "some of its layers have softmax attention, which has no values of the first layer"),
     "hidden_act": ("sqrelu", "its feed-forward blocks have another activation"),
     "norm_bias": (True, "its layer normalisation has no biases"),
@@ -84,21 +84,23 @@ SOFTMAX = {
     "window_size": "attention_window",
     "rope_theta": "attention_rope_theta",
 }
-KINDS: Kinds = {
+NEGATIVE = Kind("a number below 0", lambda value: is_number(value) and -inf < value < 0)
+GATE = Kind("swish, silu or sigmoid", lambda value: value in ("swish", "silu", "sigmoid"))
+LAYERS = Kind(
+    "a list of numbers of layers",
+    lambda value: isinstance(value, list) and value != [] and all(type(one) is int and one >= 0 for one in value),
+)
+KINDS = {
     WHOLE: (
-        FITS[WHOLE],
-        ("attn.num_heads", "attn.num_kv_heads", "attn.window_size", "a_low_rank_dim", "conv_size",
-         "decay_low_rank_dim", "gate_low_rank_dim", "head_dim", "hidden_size", "intermediate_size",
-         "max_position_embeddings", "num_heads", "num_hidden_layers", "num_v_heads", "v_low_rank_dim", "vocab_size"),
+        "attn.num_heads", "attn.num_kv_heads", "attn.window_size", "a_low_rank_dim", "conv_size", "decay_low_rank_dim",
+        "gate_low_rank_dim", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_heads",
+        "num_hidden_layers", "num_v_heads", "v_low_rank_dim", "vocab_size",
     ),
-    POSITIVE: (FITS[POSITIVE], ("attn.rope_theta", "expand_k", "expand_v", "hidden_ratio", "norm_eps")),
-    "a number below 0": (lambda value: is_number(value) and -inf < value < 0, ("lower_bound",)),
-    SWITCH: (FITS[SWITCH], ("allow_neg_eigval", "attn.qkv_bias", "fuse_norm", "tie_word_embeddings", "use_gate")),
-    "swish, silu or sigmoid": (lambda value: value in ("swish", "silu", "sigmoid"), ("output_gate_activation",)),
-    "a list of numbers of layers": (
-        lambda value: isinstance(value, list) and value != [] and all(type(one) is int and one >= 0 for one in value),
-        ("attn.layers",),
-    ),
+    POSITIVE: ("attn.rope_theta", "expand_k", "expand_v", "hidden_ratio", "norm_eps"),
+    NEGATIVE: ("lower_bound",),
+    SWITCH: ("allow_neg_eigval", "attn.qkv_bias", "fuse_norm", "tie_word_embeddings", "use_gate"),
+    GATE: ("output_gate_activation",),
+    LAYERS: ("attn.layers",),
 }  # fmt: skip
 # Settings of training, of kernels and of the folder, which change nothing here.
 NOT_READ = {
@@ -108,7 +110,7 @@ NOT_READ = {
 }  # fmt: skip
 # Settings that are read, also by name, those of the command, and those that are not.
 KNOWN = {
-    *NOT_READ, *names_in(KINDS), *EXPECTED, *EXPECTED_OF_RWKV7, *DEFAULTS, "end", "line_start", "model_type",
+    *NOT_READ, *chain(*KINDS.values()), *EXPECTED, *EXPECTED_OF_RWKV7, *DEFAULTS, "end", "line_start", "model_type",
     "safe_gate", "value_dim",
 }  # fmt: skip
 # Letters of RWKV-7's mixtures, in our order; and of its projections of low rank, with the settings of their ranks.
@@ -140,13 +142,10 @@ def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
 
 def complete(config: Settings) -> Settings:
     """Return the configuration with defaults. Raises ValueError for a model that cannot be converted."""
-    kind = config.get("model_type")
-    if kind not in [*MODELS]:
-        raise ValueError(
-            f"model_type in {CONFIG} must be one of {', '.join(MODELS)}, got {kind!r}: no other can be loaded"
-        )
-    check_expected(config, {**EXPECTED, **(EXPECTED_OF_RWKV7 if kind == "rwkv7" else {})})
-    settings, softmax = {**DEFAULTS, **MODELS[kind][2], **config}, given_softmax(config.get("attn"))
+    _, _, defaults = look_up(config, "model_type", MODELS)
+    kind: str = config["model_type"]
+    check_expected(config, EXPECTED | EXPECTED_OF_RWKV7 if kind == "rwkv7" else EXPECTED)
+    settings, softmax = {**DEFAULTS, **defaults, **config}, given_softmax(config.get("attn"))
     check_kinds({**settings, **{f"attn.{name}": value for name, value in softmax.items()}}, KINDS)
     size = settings["hidden_size"]
     if kind == "rwkv7":
@@ -158,8 +157,8 @@ def complete(config: Settings) -> Settings:
             raise ValueError(f"{CONFIG} has value_dim = {dims!r}, which cannot be converted: it must be {size}")
     if softmax:
         check_divides("attn.num_heads", softmax["num_heads"], size)
-        defaults = {"num_kv_heads": softmax["num_heads"], "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
-        settings["attn"] = {**defaults, **softmax, "layers": sorted(softmax["layers"])}
+        usual = {"num_kv_heads": softmax["num_heads"], "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
+        settings["attn"] = {**usual, **softmax, "layers": sorted(softmax["layers"])}
     if settings.get("num_heads") is None:
         raise ValueError(f"{CONFIG} must be the configuration of a {NAME}, got one without num_heads")
     return settings
@@ -169,18 +168,16 @@ def given_softmax(attn: Any) -> Settings:
     """Return the settings under "attn" that are not null. Raises ValueError for other settings than ours."""
     settings = {name: value for name, value in attn.items() if value is not None} if isinstance(attn, dict) else {}
     needed, allowed = {"layers", "num_heads"}, {"layers", *SOFTMAX}
-    if attn is not None and not needed <= settings.keys() <= allowed:
-        others = ", ".join(name for name in SOFTMAX if name not in needed)
-        got = ", ".join(sorted(settings.keys() - allowed)) or repr(attn)
-        needs = f"layers and num_heads, and nothing else but {others}"
-        raise ValueError(f"attn in {CONFIG} must have {needs}, got {got}")
+    others = ", ".join(name for name in SOFTMAX if name not in needed)
+    got = ", ".join(sorted(settings.keys() - allowed)) or repr(attn)
+    needs = f"layers and num_heads, and nothing else but {others}"
+    check(attn is None or needed <= settings.keys() <= allowed, f"attn in {CONFIG} must have {needs}, got {got}")
     return settings
 
 
 def check_divides(name: str, part: int, size: int) -> None:
     """Raise ValueError unless a setting divides hidden_size."""
-    if size % part:
-        raise ValueError(f"{name} in {CONFIG} must divide hidden_size = {size}, got {part}")
+    check(size % part == 0, f"{name} in {CONFIG} must divide hidden_size = {size}, got {part}")
 
 
 def sizes_of(config: Settings) -> Sizes:
@@ -192,8 +189,8 @@ def sizes_of(config: Settings) -> Sizes:
     key = config["head_dim"] if "head_dim" in config else dim * config["expand_k"] / heads
     value = (key if "head_dim" in config else dim / heads) * config["expand_v"]
     for name, size in (("key", key), ("value", value)):
-        if size == inf or not isclose(size, round(size)) or round(size) < 1:
-            raise ValueError(f"{CONFIG} must give heads with {name}s of a whole size, got {size}")
+        whole = size < inf and isclose(size, round(size)) and round(size) >= 1
+        check(whole, f"{CONFIG} must give heads with {name}s of a whole size, got {size}")
     ffn = config["intermediate_size"] or 256 * -(-int(dim * config["hidden_ratio"] * 2 / 3) // 256)
     return Sizes(dim, heads, config["num_v_heads"] or heads, round(key), round(value), ffn)
 
@@ -334,12 +331,8 @@ def names_of_layer(config: Settings) -> dict[str, dict[str, int]]:
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    config = complete(options)
-    unread, vocabulary, value_heads = (
-        Tensors(tensors),
-        arrange(folder.with_end(words, options)),
-        sizes_of(config).value_heads,
-    )
+    config, unread = complete(options), Tensors(tensors)
+    vocabulary, value_heads = arrange(folder.with_end(words, options)), sizes_of(config).value_heads
     if config["model_type"] == "rwkv7":
         for name in [name for name in unread if name.endswith(".attn.x_x")]:
             mixtures = unread.take_rows(name, len(MIXTURES)).unflatten(0, (-1, 1, 1))
@@ -440,9 +433,8 @@ def config_of(flags: Settings, words: int, eos: int | None) -> Settings:
     }
     # The options that these settings give must be those of the model.
     lost = FwpLanguageModel.differences(full_flags, flags_of(complete(config)))
-    if lost:
-        had = ", ".join(f"{flag(name)} {ours} (there {theirs})" for name, (ours, theirs) in lost.items())
-        raise ValueError(f"the model must have the parts of {kind} to be written for {NAME}, got {had}")
+    had = ", ".join(f"{flag(name)} {ours} (there {theirs})" for name, (ours, theirs) in lost.items())
+    check(not lost, f"the model must have the parts of {kind} to be written for {NAME}, got {had}")
     return config
 
 

@@ -88,10 +88,8 @@ def with_end(words: Sequence[str], options: Options) -> list[str]:
     if eos is None:
         return renamed
     if not (type(eos) is int and 0 <= eos < len(words)):
-        range_of = f"one number in [0, {len(words)}), the vocabulary"
-        raise ValueError(
-            f"eos_token_id in {CONFIG} must be {range_of}, got {eos!r}: give the token that ends a text as --end"
-        )
+        got = f"{eos!r}: give the token that ends a text as --end"
+        raise ValueError(f"eos_token_id in {CONFIG} must be one number in [0, {len(words)}), the vocabulary, got {got}")
     renamed[eos] = "</s>"
     return renamed
 

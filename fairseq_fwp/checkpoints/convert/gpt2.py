@@ -1,7 +1,6 @@
 """GPT-2 (Radford et al. 2019) in the format of Hugging Face's transformers: as `fwp_lm`, with the same logits.
 
-The folder has config.json and weights, see pretrained/folder.py. Words of our dictionary are the names in its
-vocab.txt, or else the numbers of tokens, as fairseq's `--bpe gpt2` writes them, and `</s>` is <|endoftext|>.
+folder.py tells of its words; `</s>` is <|endoftext|>.
 """
 
 import re
@@ -12,11 +11,12 @@ from pathlib import Path
 from torch import Tensor
 
 from fairseq_fwp.checkpoints.convert import folder
-from fairseq_fwp.checkpoints.convert.config import check_expected
+from fairseq_fwp.checkpoints.convert.config import check_expected, look_up
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Source, Tensors
 from fairseq_fwp.checkpoints.convert.vocabulary import arrange, take_tables
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
 from fairseq_fwp.modules.attention import SOFTMAX
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.options import Settings
 
 NAME = "GPT-2"
@@ -80,9 +80,9 @@ def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
     tensors, config = folder.read(path, NAME, SIZES)
     renamed = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    if len(renamed) < len(tensors):
-        twice = next(name for name in renamed if {name, f"transformer.{name}"} <= tensors.keys())
-        raise ValueError(f"the weights must have each name once, got {twice} and transformer.{twice}")
+    for name in renamed:
+        twice = {name, f"transformer.{name}"} <= tensors.keys()
+        check(not twice, f"the weights must have each name once, got {name} and transformer.{name}")
     for name, tensor in renamed.items():
         if (TRANSPOSED.fullmatch(name) or name in TABLES) and (tensor.dim() != 2 or not tensor.numel()):
             raise ValueError(f"{name} must be a matrix, got the shape {tuple(tensor.shape)}")
@@ -95,9 +95,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         if alias in options and setting in options and options[alias] != options[setting]:
             got = f"{options[alias]!r} and {options[setting]!r}"
             raise ValueError(f"{alias} and {setting} in {CONFIG} must be equal, two names of one setting, got {got}")
-    if (activation := options.get("activation_function")) not in [*ACTIVATIONS]:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"activation_function in {CONFIG} must be one of {known}, got {activation!r}")
+    activation = look_up(options, "activation_function", ACTIVATIONS)
     rest = Tensors(
         (name, tensor.t().contiguous() if TRANSPOSED.fullmatch(name) else tensor)
         for name, tensor in tensors.items()
@@ -105,15 +103,14 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     )
     positions, vocabulary = len(rest["wpe.weight"]), arrange(folder.with_end(words, options))
     length = options.get("n_positions", options.get("max_position_embeddings", positions))
-    if length != positions:
-        raise ValueError(f"wpe.weight must have {length} rows, n_positions of {CONFIG}, got {positions}")
+    check(length == positions, f"wpe.weight must have {length} rows, n_positions of {CONFIG}, got {positions}")
     weights = take_tables(rest, vocabulary, "wte.weight", tied=True) | rest.rename(NAMES)
     flags = {
         "decoder_layers": options["n_layer"],
         "decoder_embed_dim": options["n_embd"],
         "decoder_ffn_embed_dim": options.get("n_inner", 4 * options["n_embd"]),
         "decoder_attention_heads": options["n_head"],
-        "activation_fn": ACTIVATIONS[activation],
+        "activation_fn": activation,
         "dropout": options.get("resid_pdrop"),
         "attention_dropout": options.get("attn_pdrop"),
         "decoder_update_rule": SOFTMAX,

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from fairseq_fwp.checkpoints.convert import folder
 from fairseq_fwp.checkpoints.convert.config import (
-    FITS,
     POSITIVE,
     SWITCH,
     WHOLE,
-    Expected,
-    Kinds,
+    Kind,
     check_expected,
     check_kinds,
+    look_up,
     unread_note,
 )
 from fairseq_fwp.checkpoints.convert.conversion import Conversion, Options, Source, Tensors
@@ -29,6 +28,7 @@ from fairseq_fwp.checkpoints.convert.vocabulary import arrange, take_tables
 from fairseq_fwp.checkpoints.pretrained.folder import CONFIG
 from fairseq_fwp.models.presets import BLOCKS
 from fairseq_fwp.modules.attention import SOFTMAX
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.options import Settings
 
 NAME = "Llama, Mistral or Qwen"
@@ -55,17 +55,16 @@ MODELS: dict[str, Settings] = {
 # Rotary positions of Llama 3.1 and later: their type, and its settings in the order of our option.
 LLAMA3, LENGTH = "llama3", "original_max_position_embeddings"
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", LENGTH)
-EXPECTED: Expected = {"mlp_bias": (False, "its feed-forward blocks have biases")}
-KINDS: Kinds = {
+EXPECTED = {"mlp_bias": (False, "its feed-forward blocks have biases")}
+KINDS = {
     WHOLE: (
-        FITS[WHOLE],
-        ("head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
-         "num_hidden_layers", "num_key_value_heads", "sliding_window", "vocab_size"),
+        "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+        "num_hidden_layers", "num_key_value_heads", "sliding_window", "vocab_size",
     ),
-    POSITIVE: (FITS[POSITIVE], ("rms_norm_eps", "rope_theta", *SCALING)),
-    SWITCH: (FITS[SWITCH], ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")),
-    "a whole number": (lambda value: type(value) is int and value >= 0, ("max_window_layers",)),
-    "silu or swish": (lambda value: value in ("silu", "swish"), ("hidden_act",)),
+    POSITIVE: ("rms_norm_eps", "rope_theta", *SCALING),
+    SWITCH: ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"),
+    Kind("a whole number", lambda value: type(value) is int and value >= 0): ("max_window_layers",),
+    Kind("silu or swish", lambda value: value in ("silu", "swish")): ("hidden_act",),
 }  # fmt: skip
 NOT_NULL = ("hidden_act", "max_position_embeddings", "max_window_layers", "rms_norm_eps")
 # Settings of training, of the folder and of the command, which change nothing here.
@@ -80,32 +79,22 @@ FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 def read(path: Path) -> tuple[dict[str, Tensor], Settings]:
     """The weights in a folder, its config.json and defaults. Raises ValueError where one is missing or damaged."""
     tensors, config = folder.read(path, NAME, REQUIRED)
-    return tensors, {**DEFAULTS, **defaults_of(config.get("model_type")), **config}
-
-
-def defaults_of(kind: object) -> Settings:
-    """Return the defaults of a model_type. Raises ValueError for one that cannot be converted."""
-    if not isinstance(kind, str) or kind not in MODELS:
-        known = f"must be one of {', '.join(MODELS)}, got {kind!r}: no other can be loaded"
-        raise ValueError(f"model_type in {CONFIG} {known}")
-    return MODELS[kind]
+    return tensors, {**DEFAULTS, **look_up(config, "model_type", MODELS), **config}
 
 
 def complete(config: Settings) -> Settings:
     """Return the configuration with None for null. Raises ValueError for a model that cannot be converted."""
-    own = defaults_of(config.get("model_type"))
+    own = look_up(config, "model_type", MODELS)
     settings = {**dict.fromkeys([*DEFAULTS, *own]), **config}
     for name in NOT_NULL:
-        if name in settings and settings[name] is None:
-            raise ValueError(f"{name} in {CONFIG} must have a value, got null")
+        check(name not in settings or settings[name] is not None, f"{name} in {CONFIG} must have a value, got null")
     given = {name: settings[name] for name in (*REQUIRED, *DEFAULTS, *own) if settings[name] is not None}
     check_expected(config, EXPECTED if "mlp_bias" in own else {})
     check_kinds(given, KINDS)
     size, heads = settings["hidden_size"], settings["num_attention_heads"]
     shared = settings["num_key_value_heads"] = settings["num_key_value_heads"] or heads
     if settings["head_dim"] is None:
-        if size % heads:
-            raise ValueError(f"num_attention_heads in {CONFIG} must divide hidden_size = {size}, got {heads}")
+        check(size % heads == 0, f"num_attention_heads in {CONFIG} must divide hidden_size = {size}, got {heads}")
         settings["head_dim"] = size // heads
     if heads % shared:
         raise ValueError(f"num_key_value_heads in {CONFIG} must divide num_attention_heads = {heads}, got {shared}")
@@ -119,9 +108,8 @@ def window_of(config: Settings) -> int | None:
     types = config["layer_types"]
     if "layer_types" not in MODELS[config["model_type"]]:
         usual = [full if window is None else sliding] * layers
-        if types not in (None, usual):
-            wanted = f"{usual[0]} for all {layers} layers with sliding_window = {window}"
-            raise ValueError(f"layer_types in {CONFIG} must be {wanted}, got {types!r}")
+        wanted = f"{usual[0]} for all {layers} layers with sliding_window = {window}"
+        check(types in (None, usual), f"layer_types in {CONFIG} must be {wanted}, got {types!r}")
         return window
     if not config["use_sliding_window"]:
         window = None
@@ -146,17 +134,15 @@ def positions_of(config: Settings) -> Settings:
     """
     name = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
     given = config[name] or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{name} in {CONFIG} must be settings of rotary positions, got {given!r}")
+    check(isinstance(given, dict), f"{name} in {CONFIG} must be settings of rotary positions, got {given!r}")
     rope = Options({"rope_theta": config["rope_theta"]}) | Options(given)  # without null
     rope = {"rope_type": rope.get("type", "default"), **rope}
     if (kind := rope["rope_type"]) not in ("default", LLAMA3):
         raise ValueError(f"{CONFIG} has {name} of type {kind!r}, which cannot be converted: choose a model without it")
     numbers = ["rope_theta", *(SCALING if kind == LLAMA3 else ())]
-    got, needed = rope.keys() - {"rope_type", "type"}, ", ".join(numbers)
-    if got != {*numbers}:
-        listed = ", ".join(sorted(got)) or "none"
-        raise ValueError(f"{name} in {CONFIG} must have {needed} with type {kind}, got {listed}")
+    got, needed = sorted(rope.keys() - {"rope_type", "type"}), ", ".join(numbers)
+    listed = ", ".join(got) or "none"
+    check(got == sorted(numbers), f"{name} in {CONFIG} must have {needed} with type {kind}, got {listed}")
     check_kinds(rope, KINDS)
     if kind == LLAMA3 and config[LENGTH] not in (None, rope[LENGTH]):
         raise ValueError(f"{LENGTH} in {CONFIG} must be {rope[LENGTH]} as in its {name}, got {config[LENGTH]!r}")
@@ -219,10 +205,8 @@ def names_of(config: Settings) -> Iterator[tuple[str, dict[str, int]]]:
         layer["self_attn.key_norm.weight"] = {"self_attn.k_norm.weight": size}
     for index in range(config["num_hidden_layers"]):
         for ours, theirs in layer.items():
-            yield (
-                f"decoder.layers.{index}.{ours}",
-                {f"model.layers.{index}.{name}": rows for name, rows in theirs.items()},
-            )
+            renamed = {f"model.layers.{index}.{name}": rows for name, rows in theirs.items()}
+            yield f"decoder.layers.{index}.{ours}", renamed
     yield "decoder.layer_norm.weight", {"model.norm.weight": dim}
 
 

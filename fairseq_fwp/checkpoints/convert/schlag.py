@@ -15,6 +15,7 @@ from fairseq_fwp.checkpoints.convert.conversion import Conversion, Option, Optio
 from fairseq_fwp.checkpoints.convert.vocabulary import arrange, given_words
 from fairseq_fwp.checkpoints.pretrained.checkpoint import SEED
 from fairseq_fwp.modules.feature_maps import SEED_RANGE
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.options import Settings
 
 OPTIONS = {
@@ -65,12 +66,10 @@ MATRIX = "layers.{}.dec_attn.proj_matrix"
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     number = options.need("attn_type")
     for name in ("remove_ff", "remove_lnorm", "remove_res", "remove_out_proj"):
-        if options.get(name):
-            raise ValueError(f"--{name} must be off, got on: blocks without this part cannot be converted")
+        check(not options.get(name), f"--{name} must be off, got on: blocks without this part cannot be converted")
     if number in (0, 1, 2):
         return xl.convert(tensors, words, options)
-    if number not in TYPES:
-        raise ValueError(f"--attn_type must be one of 0, 1, 2, {', '.join(map(str, TYPES))}, got {number}")
+    check(number in TYPES, f"--attn_type must be one of 0, 1, 2, {', '.join(map(str, TYPES))}, got {number}")
     return convert_fast_weights(Tensors(tensors), words, options, TYPES[number])
 
 
@@ -79,9 +78,8 @@ def convert_fast_weights(tensors: Tensors, words: list[str], options: Options, a
     if options.get("pre_lnorm"):
         does = {True: "adds the normalised input to the block's output", False: "normalises keys, but not queries"}
         raise ValueError(f"--pre_lnorm cannot be converted with this --attn_type: it {does[attn_type.packed]}")
-    if options.get("dropatt") and not attn_type.packed:
-        without = "give --dropatt 0 (dropout does not change evaluation)"
-        raise ValueError(f"--dropatt must be 0 with this --attn_type, got {options['dropatt']}: {without}")
+    dropatt, without = options.get("dropatt", 0), "give --dropatt 0 (dropout does not change evaluation)"
+    check(attn_type.packed or not dropatt, f"--dropatt must be 0 with this --attn_type, got {dropatt}: {without}")
     vocabulary, heads = arrange(words), options.need("n_head")
     flags = xl.common_flags(tensors, heads, vocabulary, options)
     layers, head_dim = flags["decoder_layers"], flags["decoder_embed_dim"] // heads
@@ -148,9 +146,8 @@ def unpack(
     sizes = [head_dim] * 3 + betas
     for index in range(layers):
         weight, rows = tensors.take(f"layers.{index}.dec_attn.{net}.weight"), heads * sum(sizes)
-        if len(weight) != rows:
-            of_heads = f"{rows} rows for {heads} heads of {head_dim}"
-            raise ValueError(f"dec_attn.{net} must have {of_heads}, got {len(weight)}: check --n_head")
+        of_heads = f"{rows} rows for {heads} heads of {head_dim}"
+        check(len(weight) == rows, f"dec_attn.{net} must have {of_heads}, got {len(weight)}: check --n_head")
         parts = weight.unflatten(0, (heads, sum(sizes))).split(sizes, dim=1)
         yield f"{xl.ATTENTION.format(index)}in_proj.weight", torch.cat([part.flatten(0, 1) for part in parts])
 

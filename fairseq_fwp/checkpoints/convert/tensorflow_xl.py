@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.checkpoints.convert.conversion import Tensors
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.data import check_file
 from fairseq_fwp.patches.options import Settings
 
@@ -66,10 +67,8 @@ def read(path: Path) -> dict[str, Tensor]:
     turned = {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in variables.items()}
     tensors = Tensors(Tensors(turned).rename(NAMES))
     projections = [name for name in tensors if name.startswith("word_emb.emb_projs.")]
-    if projections and "word_emb.emb_projs.0" not in tensors:
-        raise ValueError(
-            "--proj_same_dim must be True to be converted, got False: here first clusters have projections"
-        )
+    same_dim = not projections or "word_emb.emb_projs.0" in tensors
+    check(same_dim, "--proj_same_dim must be True to be converted, got False: here first clusters have projections")
     tables = tensors.numbered("word_emb.emb_layers.{}.weight")
     for index, name in enumerate(tables):
         tensors[f"crit.out_layers.{index}.weight"] = tensors[name]
@@ -77,8 +76,7 @@ def read(path: Path) -> dict[str, Tensor]:
         tensors.setdefault(f"crit.out_projs.{index}", tensors[f"word_emb.emb_projs.{index}"])
     words = sum(len(tensors[name]) for name in tables)
     biases = sum(len(tensors[name]) for name in tensors.numbered("crit.out_layers.{}.bias"))
-    if words != biases:
-        raise ValueError(f"every word must have a bias, got {words} words and {biases} biases: {path} is damaged")
+    check(words == biases, f"every word must have a bias, got {words} words and {biases} biases: {path} is damaged")
     if "crit.out_layers.1.bias" in tensors:
         # The first column belongs to the second cluster here, and to the last one in the PyTorch code.
         for name in ("crit.cluster_weight", "crit.cluster_bias"):
@@ -96,9 +94,8 @@ def read_variables(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} must be a complete .npz, got a truncated or different file; {EXPORT}")
     try:
         with np.load(path, allow_pickle=False) as file:
-            if BIASES[0] not in file:
-                code = "a checkpoint of Transformer-XL's TensorFlow code"
-                raise ValueError(f"{path} must be {code}, got one without {BIASES[0]}: {EXPORT}")
+            code = "a checkpoint of Transformer-XL's TensorFlow code"
+            check(BIASES[0] in file, f"{path} must be {code}, got one without {BIASES[0]}: {EXPORT}")
             return {name: read_variable(file, name) for name in file.files if not OPTIMIZER.fullmatch(name)}
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
@@ -113,9 +110,8 @@ def read_variable(file: np.lib.npyio.NpzFile, name: str) -> Tensor:
     except (TypeError, ValueError, MemoryError) as error:
         raise ValueError(f"{name} must be an array of numbers, got none ({error}): {EXPORT}") from error
     dimensions = "2 or 3" if name in BIASES else "2" if name.endswith(MATRICES) else "1"
-    if str(tensor.dim()) not in dimensions or not tensor.numel():
-        shape = tuple(tensor.shape)
-        raise ValueError(f"{name} must have {dimensions} dimensions, each of size 1 or more, got the shape {shape}")
+    fits, shape = str(tensor.dim()) in dimensions and tensor.numel(), tuple(tensor.shape)
+    check(fits, f"{name} must have {dimensions} dimensions, each of size 1 or more, got the shape {shape}")
     return tensor
 
 

@@ -20,6 +20,7 @@ from fairseq_fwp.checkpoints.convert.vocabulary import Vocabulary
 from fairseq_fwp.checkpoints.pretrained.checkpoint import WITH_CODE
 from fairseq_fwp.checkpoints.pretrained.folder import is_stored, unpickle
 from fairseq_fwp.modules.attention import SOFTMAX
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.data import check_file
 from fairseq_fwp.patches.options import Settings
 
@@ -92,8 +93,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     attn_type = options.get("attn_type", 0)
     if options.get("tensorflow") and (attn_type or options.get("pre_lnorm")):
         raise ValueError("--attn_type and --pre_lnorm must be left out: the TensorFlow code does not have them")
-    if attn_type not in (0, 1, 2, 3):
-        raise ValueError(f"--attn_type must be 0, 1, 2 or 3 for Transformer-XL, got {attn_type}")
+    check(attn_type in (0, 1, 2, 3), f"--attn_type must be 0, 1, 2 or 3 for Transformer-XL, got {attn_type}")
     convert_type = convert_relative if attn_type in (0, 1) else convert_absolute
     return convert_type(Tensors(tensors), vocabulary.arrange(words), options)
 
@@ -157,15 +157,15 @@ def common_flags(tensors: Tensors, heads: int, vocabulary: Vocabulary, options: 
     together = tensors["layers.0.dec_attn.o_net.weight"].shape[1]
     if heads < 1 or together % heads:
         raise ValueError(f"--n_head must divide {together}, the dimensions of all heads, got {heads}")
-    if options.get("d_head", together // heads) != together // heads:
-        sizes = f"{together // heads} = {together} dimensions / --n_head {heads}"
-        raise ValueError(f"--d_head must be {sizes}, got {options['d_head']}: check --n_head and --d_head")
+    size = options.get("d_head", together // heads)
+    wanted = f"{together // heads} = {together} dimensions / --n_head {heads}"
+    check(size == together // heads, f"--d_head must be {wanted}, got {size}: check --n_head and --d_head")
     cutoffs, div_val = read_clusters(tensors, dim, options)
     words, expected = sum(sizes_of(tensors, TABLES)), len(vocabulary.rows) - vocabulary.added
     if words != expected:
         raise ValueError(f"the vocabulary must have the {words} words of the checkpoint, got {expected}: give its own")
-    if (length := options.need("tgt_len")) < 1:
-        raise ValueError(f"--tgt_len must be at least 1, got {length}: give the value of the training")
+    length = options.need("tgt_len")
+    check(length >= 1, f"--tgt_len must be at least 1, got {length}: give the value of the training")
     return {
         "decoder_layers": max(numbers) + 1,
         "decoder_embed_dim": dim,
@@ -187,8 +187,7 @@ def sizes_of(tensors: Tensors, name: str) -> list[int]:
 def read_clusters(tensors: Tensors, dim: int, options: Options) -> tuple[list[int], int]:
     """The cutoffs and div_val. Raises ValueError if embeddings and model have different sizes."""
     tables = [tensors[name] for name in tensors.numbered(TABLES)]
-    if not tables:
-        raise ValueError("the state dict must have word_emb.emb_layers, got none: choose another --source")
+    check(tables, "the state dict must have word_emb.emb_layers, got none: choose another --source")
     if (size := tables[0].shape[1]) != dim:
         raise ValueError(f"--d_embed must be {dim}, as --d_model, got {size}: a projection of both cannot be converted")
     clusters = len(tensors.get("crit.cluster_bias", ()))
@@ -203,8 +202,8 @@ def read_clusters(tensors: Tensors, dim: int, options: Options) -> tuple[list[in
     if "cutoffs" not in options and options.need("dataset") not in CUTOFFS:
         raise ValueError(f"--cutoffs must be given for --dataset {options['dataset']}, whose cutoffs are unknown")
     cutoffs = options.numbers("cutoffs") if "cutoffs" in options else CUTOFFS[options["dataset"]]
-    if len(cutoffs) != clusters:
-        raise ValueError(f"--cutoffs must be {clusters} numbers, as in the checkpoint, got {len(cutoffs)}")
+    given = len(cutoffs)
+    check(given == clusters, f"--cutoffs must be {clusters} numbers, as in the checkpoint, got {given}")
     return cutoffs, 1
 
 
@@ -212,17 +211,15 @@ def absolute_positions(options: Options) -> Settings:
     """Return the flags of absolute positions, or of none. Raises ValueError for options of relative positions."""
     check_no_memory(options)
     clamp_len, least = options.get("clamp_len", -1), options.need("tgt_len") - 1
-    if 0 < clamp_len < least:
-        limits = f"at least {least} with absolute positions, or -1 for no limit"
-        raise ValueError(f"--clamp_len must be {limits}, got {clamp_len}: a smaller limit cannot be converted")
+    limits = f"at least {least} with absolute positions, or -1 for no limit, got {clamp_len}"
+    check(not 0 < clamp_len < least, f"--clamp_len must be {limits}: a smaller limit cannot be converted")
     return {"no_token_positional_embeddings" if options.get("no_pos") else "positions_from_end": True}
 
 
 def check_no_memory(options: Options) -> None:
     """Raise ValueError for options of a memory."""
     for name in ("mem_len", "same_length"):
-        if options.get(name):
-            raise ValueError(f"--{name} must be left out with absolute positions, which have no memory")
+        check(not options.get(name), f"--{name} must be left out with absolute positions, which have no memory")
 
 
 def sinusoidal_distances(tensors: Tensors, layers: int, options: Options) -> tuple[Settings, dict[str, Tensor]]:
@@ -231,9 +228,8 @@ def sinusoidal_distances(tensors: Tensors, layers: int, options: Options) -> tup
     weights = {}
     for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
         biases = tensors.take(theirs)
-        if untied and (biases.dim(), len(biases)) != (3, layers):
-            got = f"the shape {tuple(biases.shape)}: the checkpoint is damaged"
-            raise ValueError(f"{theirs} must have the biases of {layers} layers, got {got}")
+        fits, got = not untied or (biases.dim(), len(biases)) == (3, layers), f"the shape {tuple(biases.shape)}"
+        check(fits, f"{theirs} must have the biases of {layers} layers, got {got}: the checkpoint is damaged")
         for index, bias in enumerate(biases if untied else [biases]):
             weights[f"{ATTENTION.format(index)}positions.{ours}"] = bias
     check_frequencies(tensors)
@@ -266,15 +262,14 @@ def layerwise_positions(tensors: Tensors, flags: Settings) -> dict[str, Tensor]:
     vectors, length, heads = tensors.take("r_emb"), flags["tokens_per_sample"], flags["decoder_attention_heads"]
     rows, head_dim = vectors.shape[1:2], flags["decoder_embed_dim"] // heads
     check_shape("r_emb", vectors, (flags["decoder_layers"], *rows, heads, head_dim))
-    if rows[0] < length:
-        raise ValueError(f"--tgt_len must be at most {rows[0]}, the positions of the checkpoint, got {length}")
+    check(rows[0] >= length, f"--tgt_len must be at most {rows[0]}, the positions of the checkpoint, got {length}")
     tables = vectors[:, -length:].flatten(2)
     return {f"decoder.layer_positions.{index}.table.weight": table for index, table in enumerate(tables)}
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-    if tensor.shape != expected:
-        raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}: the checkpoint is damaged")
+    shape = tuple(tensor.shape)
+    check(shape == expected, f"{name} must be {expected}, got {shape}: the checkpoint is damaged")
 
 
 def check_frequencies(tensors: Tensors) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fairseq_fwp.checkpoints.convert.conversion import Tensors
 from fairseq_fwp.checkpoints.pretrained.dictionary import MOST_WORDS
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.data import check_file
 
 # Names of fairseq's special symbols in vocabularies; the first one in a vocabulary counts. <S> and <UNK> are LM1B's.
@@ -53,11 +54,10 @@ class Vocabulary(NamedTuple):
     def cutoffs(self, cutoffs: list[int]) -> list[int]:
         """The cutoffs of the same clusters. Raises ValueError if a special symbol is not in the first cluster."""
         last = int(self.rows[: len(self.rows) - len(self.words)].max())
-        if cutoffs and last >= cutoffs[0]:
-            raise ValueError(
-                f"the words for the end of a line and for unknown words must be among the first {cutoffs[0]} words, "
-                f"the first cluster, got one as word {last + 1}: give the vocabulary in the order of the training"
-            )
+        first = cutoffs[0] if cutoffs else len(self.rows)
+        expected = f"among the first {first} words, the first cluster, got one as word {last + 1}"
+        remedy = "give the vocabulary in the order of the training"
+        check(last < first, f"the words for the end of a line and for unknown words must be {expected}: {remedy}")
         return [cutoff + self.added for cutoff in cutoffs]
 
 
@@ -65,9 +65,8 @@ def arrange(words: list[str]) -> Vocabulary:
     """Return the vocabulary of words in the order of the source. Raises ValueError for repeated words."""
     specials = Dictionary()
     numbers = {word: number for number, word in enumerate(words)}
-    if len(numbers) < len(words):
-        twice = next(word for number, word in enumerate(words) if numbers[word] != number)
-        raise ValueError(f"the vocabulary must hold each word once, got {twice!r} twice")
+    for number, word in enumerate(words):
+        check(numbers[word] == number, f"the vocabulary must hold each word once, got {word!r} twice")
     names = {specials.bos(): START, specials.pad(): PADDING, specials.eos(): END_OF_LINE, specials.unk(): UNKNOWN}
     rows = [next((numbers[name] for name in names[index] if name in numbers), -1) for index in range(len(specials))]
     others = [word for number, word in enumerate(words) if number not in rows]
@@ -101,6 +100,5 @@ def given_words(checkpoint: Path, vocabulary: Path | None) -> list[str]:
     if any("\0" in line for line in lines):
         raise ValueError(f"the vocabulary {vocabulary} must be text in UTF-8, got another encoding")
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            raise ValueError(f"line {number} of the vocabulary {vocabulary} must hold a word, got an empty line")
+        check(line.strip(), f"line {number} of the vocabulary {vocabulary} must hold a word, got an empty line")
     return [line.split()[0] for line in lines]

@@ -51,6 +51,20 @@ class Entry(NamedTuple):
     grows: int | None
 
 
+class Graphs(NamedTuple):
+    """The graphs of a model.
+
+    step: reads tokens after a state, whose tensors are `state`; many: whether it reads more than one token at a time;
+    source: of a translation, reads its source; memory: what it returns, and `step` is given before the state.
+    """
+
+    step: ONNXProgram
+    state: list[Entry]
+    many: bool = False
+    source: ONNXProgram | None = None
+    memory: Sequence[Entry] = ()
+
+
 class _Reader(nn.Module):
     """Reads tokens after a state that is given, and returned, as separate tensors."""
 
@@ -113,10 +127,9 @@ def _shrink(window: int, state: _Window) -> KeyValueCache:
     return KeyValueCache(state.keys, state.values, state.read == 0)
 
 
-def to_onnx(decoder: FwpDecoder) -> tuple[ONNXProgram, list[Entry], bool]:
-    """Return the graph of a decoder (`torch.onnx.ONNXProgram`), its state, and whether L may be more than one.
+def to_onnx(decoder: FwpDecoder) -> Graphs:
+    """Return the graph of the decoder of an `fwp_lm` in evaluation mode, float32, on a CPU.
 
-    decoder: that of an `fwp_lm` in evaluation mode, float32, on a CPU.
     RuntimeError: a part of it has no form in ONNX.
     """
     tokens = torch.full((2, 3), decoder.padding_idx + 1)
@@ -127,21 +140,14 @@ def to_onnx(decoder: FwpDecoder) -> tuple[ONNXProgram, list[Entry], bool]:
             start, after = (_windows(decoder, state, _fill) for state in steps)
             reader, entries = _Reader(decoder, start), _entries(start, after)
             try:
-                return _export(reader, tokens, after, entries, many=True), entries, True
+                return Graphs(_export(reader, tokens, after, entries, many=True), entries, many=True)
             except (RuntimeError, ValueError):  # a loop over tokens, or a rule without such an operator
-                return _export(reader, tokens[:, :1], after, entries, many=False), entries, False
+                return Graphs(_export(reader, tokens[:, :1], after, entries), entries)
     finally:
         decoder.reads_padding = True
 
 
-class _Cache(NamedTuple):
-    """Keys and values (B, H, S, d) of softmax attention."""
-
-    keys: Tensor
-    values: Tensor
-
-
-_OfAttention: TypeAlias = FastWeightState | _Cache  # what an attention keeps
+_OfAttention: TypeAlias = FastWeightState | KeyValueCache  # what an attention keeps
 
 
 class _Translating(NamedTuple):
@@ -179,7 +185,7 @@ def _remember(attention: SequenceAttention | MultiheadAttention, source: Tensor)
     heads = (attention.num_heads, attention.head_dim)
     projections = (attention.k_proj, attention.v_proj)
     keys_values = (projection(source).unflatten(2, heads).transpose(1, 2) for projection in projections)
-    return _Cache(*(x.contiguous() for x in keys_values))  # fairseq's attention takes views of them
+    return KeyValueCache(*(x.contiguous() for x in keys_values))  # fairseq's attention takes views of them
 
 
 class _Translation(_Reader):
@@ -208,7 +214,7 @@ class _Translation(_Reader):
             buffers: Settings = {}
             _give(layer.self_attn, buffers, own)
             source = x  # softmax attention does not read it, as it has its keys and values
-            if isinstance(memory, _Cache):
+            if isinstance(memory, KeyValueCache):
                 _give(layer.encoder_attn, buffers, memory)
             else:
                 source = _OneMemory(memory)
@@ -237,12 +243,12 @@ def _empty(attention: CausalAttention | MultiheadAttention, rows: int, dim: int)
     """Return the state of self-attention before the first token."""
     if isinstance(attention, CausalAttention):
         return attention.attention(torch.zeros(rows, 0, dim))[1]
-    return _Cache(*(torch.zeros(rows, attention.num_heads, 0, attention.head_dim) for _ in _Cache._fields))
+    return KeyValueCache(*torch.zeros(2, rows, attention.num_heads, 0, attention.head_dim))
 
 
 def _give(attention: CausalAttention | MultiheadAttention, buffers: Settings, state: _OfAttention) -> None:
     """Put a state where fairseq's layer looks for it while it decodes."""
-    if isinstance(state, _Cache):
+    if isinstance(state, KeyValueCache):
         attention._set_input_buffer(buffers, {"prev_key": state.keys, "prev_value": state.values})
     else:
         attention.set_incremental_state(buffers, "state", state)
@@ -252,13 +258,12 @@ def _take(attention: CausalAttention | MultiheadAttention, buffers: Settings) ->
     if isinstance(attention, CausalAttention):
         return attention.get_incremental_state(buffers, "state")
     buffer = attention._get_input_buffer(buffers)
-    return _Cache(buffer["prev_key"], buffer["prev_value"])
+    return KeyValueCache(buffer["prev_key"], buffer["prev_value"])
 
 
-def translation_to_onnx(model: FwpTransformerModel) -> tuple[ONNXProgram, ONNXProgram, list[Entry], list[Entry]]:
-    """Return the graphs of the source and of a step of the decoder, what the first gives the second, and its state.
+def translation_to_onnx(model: FwpTransformerModel) -> Graphs:
+    """Return the graphs of an `fwp_transformer` in evaluation mode, float32, on a CPU, with attention to the source.
 
-    model: an `fwp_transformer` in evaluation mode, float32, on a CPU, with attention to the source.
     RuntimeError: a part of it has no form in ONNX.
     """
     tokens = torch.full((2, 3), model.decoder.padding_idx + 1)
@@ -275,30 +280,23 @@ def translation_to_onnx(model: FwpTransformerModel) -> tuple[ONNXProgram, ONNXPr
         of_memory = [entry for entry in entries if entry.name.startswith("memory")]
         of_state = entries[len(of_memory) :]
         encoder = _program(source, (tokens,), ({0: _BATCH, 1: _SOURCE},), ["tokens"], [x.name for x in of_memory])
-        return (
-            encoder,
-            _export(reader, tokens[:, :1], state, of_state, many=False, memory=of_memory),
-            of_memory,
-            of_state,
-        )
+        step = _export(reader, tokens[:, :1], state, of_state, memory=of_memory)
+        return Graphs(step, of_state, source=encoder, memory=of_memory)
 
 
 def _entries(start: object, after: object) -> list[Entry]:
     """Describe the tensors of the state before the first token; after: the state after some."""
     pairs = zip(pytree.tree_flatten_with_path(start)[0], pytree.tree_leaves(after), strict=True)
     return [
-        Entry(pytree.keystr(path).strip("."), str(x.dtype).removeprefix("torch."), [1, *x.shape[1:]], _growing(x, y))
+        Entry(
+            pytree.keystr(path).strip("."),
+            str(x.dtype).removeprefix("torch."),
+            [1, *x.shape[1:]],
+            next((n for n in range(1, x.dim()) if x.shape[n] != y.shape[n]), None),
+        )
         for (path, x), y in pairs
         if x is not None
     ]
-
-
-def _growing(start: Tensor, after: Tensor) -> int | None:
-    return next((n for n in range(1, start.dim()) if start.shape[n] != after.shape[n]), None)
-
-
-class _OneToken(RuntimeError):
-    """A rule has no operator for several tokens in ONNX."""
 
 
 def _tensors(state: object) -> list[Tensor]:
@@ -309,7 +307,12 @@ _BATCH, _LENGTH, _SEEN, _SOURCE = map(torch.export.Dim, ("batch", "length", "see
 
 
 def _export(
-    reader: _Reader, tokens: Tensor, state: object, entries: list[Entry], many: bool, memory: Sequence[Entry] = ()
+    reader: _Reader,
+    tokens: Tensor,
+    state: object,
+    entries: list[Entry],
+    many: bool = False,
+    memory: Sequence[Entry] = (),
 ) -> ONNXProgram:
     """Return the graph of a reader; memory: what it is given and does not return, before the state."""
     sizes = [(entry, _SOURCE) for entry in memory] + [(entry, _SEEN) for entry in entries]
@@ -352,16 +355,20 @@ def _argsort(x: Tensor, stable: bool, dim: int) -> Tensor:
     return x.int().topk(x.shape[dim], dim, largest=False).indices
 
 
+def _check_one(length: int) -> None:
+    """Raise RuntimeError for several tokens, of a rule that has no operator for them in ONNX."""
+    if length != 1:
+        raise RuntimeError("ONNX must be given one token at a time with this rule, got several")
+
+
 def _one_token_of(definition: Callable[..., Any], saved: int, x: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    if x.shape[1] != 1:
-        raise _OneToken
+    _check_one(x.shape[1])
     return *definition(x, *inputs[:-1]), *[x.new_zeros(0)] * saved  # nothing for a backward pass
 
 
 def _one_token(rule: Rule, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tokens, state, first = inputs
-    if tokens[0].shape[2] != 1:
-        raise _OneToken
+    _check_one(tokens[0].shape[2])
     out, after = rule.reference(*tokens, state=state, first=first)
     return out, after, tokens[0].new_zeros(0)
 
@@ -373,8 +380,7 @@ def _linear_attention(*inputs_of_rule: Any) -> tuple[Tensor, ...]:
     q, k = (y if y.shape[1] == H else y.repeat_interleave(H // y.shape[1], 1) for y in (x.q, x.k))
     state = x.q.new_zeros((B, H, Dk, Dv)) if x.state is None else x.state
     if x.value_decay is not None or x.removal is not None:
-        if L != 1:
-            raise _OneToken
+        _check_one(L)
         return *reference_of(x)(*x.tokens, state=state, first=None), *unused
 
     def pack(y: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig, layer_attentions
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention, SequenceAttention
 from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, LinearAttention, SoftmaxAttention
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.options import Settings
 
 # Softmax attention: its weights, and the options that no other attention has.
@@ -59,10 +60,8 @@ def linearize(conversion: Conversion, chosen: Settings, method: Method) -> Conve
     if not softmax_layers.startswith(BY_DIVERGENCE):
         return linearize_layers(conversion, chosen, method, softmax_layers)
     number, most = softmax_layers.removeprefix(BY_DIVERGENCE), fwp_lm_config(conversion.flags).decoder_layers - 1
-    if not number.isdecimal() or not 0 < int(number) <= most:
-        raise ValueError(
-            f"--keep-softmax-layers must be kl:1 to kl:{most}, or numbers of layers, got {softmax_layers!r}"
-        )
+    known = number.isdecimal() and 0 < int(number) <= most
+    check(known, f"--keep-softmax-layers must be kl:1 to kl:{most}, or numbers of layers, got {softmax_layers!r}")
     length = conversion.flags.get("tokens_per_sample") or 1024
     text = read_text(method.kl_text or Path(), make_task(conversion).target_dictionary)
     whole, converted = map(build_whole, (conversion, linearize_layers(conversion, chosen, method)))
@@ -92,8 +91,7 @@ def linearize_layers(conversion: Conversion, chosen: Settings, method: Method, s
     }
     cfg = fwp_lm_config(flags)
     kinds = layer_attentions(cfg, "--keep-softmax-layers")
-    if {*kinds} <= {SOFTMAX}:
-        raise ValueError("--keep-softmax-layers must leave at least one layer to convert, got all layers")
+    check({*kinds} - {SOFTMAX}, "--keep-softmax-layers must leave at least one layer to convert, got all layers")
     weights = {name: tensor for name, tensor in conversion.weights.items() if ".self_attn." not in name}
     with torch.random.fork_rng(devices=[]):
         for index, kind in enumerate(kinds):
@@ -176,5 +174,4 @@ def size_flags(feature_map: str, size: int | None, head_dim: int | None = None) 
 def check_size(attention: FastWeightAttention | LinearAttention, feature_map: str, size: int | None) -> None:
     """Check the number of features of a map; raise ValueError that names a possible one otherwise."""
     features = attention.feature_map.feature_dim
-    if size not in (None, features):
-        raise ValueError(f"--state-size must be {features} for the map {feature_map}, got {size}")
+    check(size in (None, features), f"--state-size must be {features} for the map {feature_map}, got {size}")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fairseq_fwp.checkpoints.convert.checkpoint import build_converted
 from fairseq_fwp.checkpoints.convert.conversion import Conversion
-from fairseq_fwp.checkpoints.linearize.options import fwp_lm_config
 from fairseq_fwp.evaluation.scoring import kl_divergence
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
+from fairseq_fwp.ops.checks import check
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def costs(source: FwpLanguageModel, converted: FwpLanguageModel, blocks: Iterabl
 
 def build_whole(conversion: Conversion) -> FwpLanguageModel:
     """Return the model of a conversion, in evaluation mode and in float32 or wider."""
-    model = cast(FwpLanguageModel, build_converted(conversion, fwp_lm_config(conversion.flags))).eval()
+    model = cast(FwpLanguageModel, build_converted(conversion)).eval()
     return model.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
 
@@ -56,13 +56,11 @@ def read_text(path: Path, dictionary: Dictionary) -> Tensor:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--kl-text must be a text, got {path}: {error}") from error
     words = [dictionary.encode_line(line, add_if_not_exist=False).long() for line in lines if line.strip()]
-    if not words:
-        raise ValueError(f"--kl-text must hold words, got the empty file {path}")
+    check(words, f"--kl-text must hold words, got the empty file {path}")
     text = torch.cat(words)
     unknown = int(text.eq(dictionary.unk()).sum())
-    if unknown > len(text) / 2:
-        share = f"{unknown:,} unknown ones of {len(text):,} in {path}"
-        raise ValueError(f"--kl-text must hold words of the dictionary, got {share}: apply the BPE of the training")
+    got = f"{unknown:,} unknown ones of {len(text):,} in {path}: apply the BPE of the training"
+    check(unknown <= len(text) / 2, f"--kl-text must hold words of the dictionary, got {got}")
     return text
 
 

@@ -13,7 +13,7 @@ from fairseq_fwp.models.fwp_transformer import FastWeightOptions
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.ops.checks import look_up
+from fairseq_fwp.ops.checks import check, look_up
 from fairseq_fwp.patches.options import Settings, flag, read_options
 
 BY_DIVERGENCE = "kl:"
@@ -83,33 +83,31 @@ def check_options(arch: str, chosen: Settings, method: Method) -> None:
     if spans is not None and (rule, {**DEFAULTS, **chosen}["decoder_feature_map"]) != ("decay", "identity"):
         needed = "--decoder-update-rule is decay and --decoder-feature-map is identity (the default)"
         raise ValueError(f"--decay-spans must be left out unless {needed}")
-    if spans is not None and spans < 1:
-        raise ValueError(f"--decay-spans must be at least 1 token, got {spans}")
+    check(spans is None or spans >= 1, f"--decay-spans must be at least 1 token, got {spans}")
     if softmax_layers == "":
         raise ValueError("--keep-softmax-layers must be layers such as 0,3, or kl:N, got nothing: or leave it out")
     if softmax_layers and "decoder_attention_heads" in chosen:
         raise ValueError("--decoder-attention-heads must be left out with --keep-softmax-layers: it changes all layers")
     by_divergence = (softmax_layers or "").startswith(BY_DIVERGENCE)
-    if method.kl_text is None and by_divergence:
-        raise ValueError(f"--kl-text FILE must be given with --keep-softmax-layers {softmax_layers}")
-    if method.kl_text is not None and not by_divergence:
-        raise ValueError("--kl-text must be left out without --keep-softmax-layers kl:N")
+    has_text = method.kl_text is not None
+    check(has_text or not by_divergence, f"--kl-text FILE must be given with --keep-softmax-layers {softmax_layers}")
+    check(by_divergence or not has_text, "--kl-text must be left out without --keep-softmax-layers kl:N")
 
 
 def check_translation(chosen: Settings, method: Method) -> None:
     """Check the options of a conversion of a translation model; raise ValueError otherwise."""
     for name in ("decay_spans", "keep_softmax_layers", "kl_text"):
-        if getattr(method, name) is not None:
-            raise ValueError(f"{flag(name)} must be left out for translation: only language models have it")
+        given = getattr(method, name) is not None
+        check(not given, f"{flag(name)} must be left out for translation: only language models have it")
     places = ("encoder_feature_map", "cross_feature_map", "decoder_update_rule")
     if all(chosen.get(place, SOFTMAX) == SOFTMAX for place in places):
         names = "--encoder-feature-map, --cross-feature-map and --decoder-update-rule"
         raise ValueError(f"one of {names} must be other than softmax, got none: name one, or leave out all options")
     if chosen.get("decoder_update_rule", SOFTMAX) == SOFTMAX:
         for name in chosen.keys() - {*places}:
-            if name.split("_")[0] not in FEATURE_MAPS:  # such as dpfp_nu, which the other attentions use too
-                of_decoder = f"{flag(name)}, which changes the decoder's self-attention"
-                raise ValueError(f"--decoder-update-rule must be given with {of_decoder}")
+            shared = name.split("_")[0] in FEATURE_MAPS  # such as dpfp_nu, which the other attentions use too
+            of_decoder = f"{flag(name)}, which changes the decoder's self-attention"
+            check(shared, f"--decoder-update-rule must be given with {of_decoder}")
 
 
 def fwp_lm_config(flags: Settings) -> FwpLanguageModelConfig:

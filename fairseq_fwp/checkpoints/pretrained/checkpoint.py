@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fairseq_fwp.checkpoints.pretrained.folder import is_stored, unpickle
 from fairseq_fwp.models.language_model import TrainedModel
 from fairseq_fwp.ops.arguments import DTYPES
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.checkpoints import REMEDY, TRUST
 from fairseq_fwp.patches.hooks import KEY, remember_options, take_fingerprints
 from fairseq_fwp.patches.options import Settings
@@ -69,12 +70,9 @@ class Checkpoint:
 
     def check_model(self, models: Sequence[str]) -> None:
         """Raise ValueError unless the model is one of these."""
-        if self.model_name not in models:
-            expected = " or ".join(models)
-            raise ValueError(
-                f"the architecture in {self.path} must be {expected}, got {self.arch!r}: fwp-convert --help lists the "
-                "--source of other models"
-            )
+        expected, remedy = " or ".join(models), "fwp-convert --help lists the --source of other models"
+        known = self.model_name in models
+        check(known, f"the architecture in {self.path} must be {expected}, got {self.arch!r}: {remedy}")
 
     @property
     def options(self) -> Settings:
@@ -88,22 +86,18 @@ class Checkpoint:
 
         Raises ValueError for a checkpoint that lacks what fairseq saves next to a model.
         """
-        saved = self.saved
+        saved, expected = self.saved, f"{self.path} must be a checkpoint of fairseq, got"
         try:
             if saved.get("cfg") is not None:
                 saved["cfg"] = OmegaConf.create(saved["cfg"], flags={"allow_objects": True})
             checkpoint_utils._upgrade_state_dict(saved)
         except KeyError as error:
-            actual = f"a file without {error}: {REMEDY}"
-            raise ValueError(f"{self.path} must be a checkpoint of fairseq, got {actual}") from error
+            raise ValueError(f"{expected} a file without {error}: {REMEDY}") from error
         except (TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{self.path} must be a checkpoint of fairseq, got another file") from error
+            raise ValueError(f"{expected} another file") from error
         saved["args"] = None  # checkpoints of an earlier fairseq have both, and it would read these again
         cfg: FairseqConfig = saved["cfg"]
-        if not {"model", "task"} <= cfg.keys():
-            raise ValueError(
-                f"{self.path} must be a checkpoint of fairseq, got a file without the settings of its task"
-            )
+        check({"model", "task"} <= cfg.keys(), f"{expected} a file without the settings of its task")
         remember_options(saved, cfg, self.path)
         return cfg
 
@@ -130,15 +124,11 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     content = unpickle(Path(path), "checkpoint", f"{WITH_CODE}: {EXPORT}, or set {TRUST}=1 if you trust its source")
     saved: Settings = content if isinstance(content, dict) else {}
     weights, settings = saved.get("model"), saved_settings(saved)
-    fault = ""
-    if not isinstance(weights, dict):
-        fault = "a file without a model"
-    elif not all(map(is_stored, weights.values())):
-        fault = "a model with objects that are not tensors"
-    elif settings is None:
-        fault = "a file without the settings of its model"
-    if settings is None or fault:
-        raise ValueError(f"{path} must be a checkpoint of fairseq, got {fault}")
+    expected = f"{path} must be a checkpoint of fairseq, got"
+    check(isinstance(weights, dict), f"{expected} a file without a model")
+    check(all(map(is_stored, saved["model"].values())), f"{expected} a model with objects that are not tensors")
+    if settings is None:
+        raise ValueError(f"{expected} a file without the settings of its model")
     settings = {name: value for name, value in settings.items() if value is not None}
     return Checkpoint(str(path), saved, {**settings, "arch": str(settings.get("arch") or settings.get("_name"))})
 
@@ -179,17 +169,14 @@ def sketch(build: Callable[[], Model], weights: Mapping[str, Tensor], settings: 
         with torch.device("meta"):
             model = build()
     except (OverflowError, RuntimeError, TypeError) as error:  # of sizes that no tensor can have
-        raise ValueError(
-            f"the model that the options describe cannot be built: {str(error).splitlines()[0]}"
-        ) from error
+        fault = str(error).splitlines()[0]
+        raise ValueError(f"the model that the options describe cannot be built: {fault}") from error
     finally:
         logging.disable(before)
     there = sum(x.numel() for x in weights.values())
     needed = sum(x.numel() for x in {*model.parameters(), *model.buffers()})
-    if needed > 2 * there + SLACK:
-        raise ValueError(
-            f"the options must describe a model of the {there:,} numbers of the weights, got one of {needed:,}"
-        )
+    numbers = f"a model of the {there:,} numbers of the weights, got one of {needed:,}"
+    check(needed <= 2 * there + SLACK, f"the options must describe {numbers}")
     return model
 
 
@@ -236,8 +223,7 @@ def check_fit(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             faults.append(f"{name} must be {tensors[name].dtype}, got {weight.dtype}")
         elif not is_finite(weight.clamp(min=0) if MASKS.fullmatch(name) else weight):
             faults.append(f"{name} must have finite numbers, got NaN or infinity")
-    if faults:
-        raise ValueError(f"the weights do not fit the model that the options describe: {'; '.join(sorted(faults))}")
+    check(not faults, f"the weights do not fit the model that the options describe: {'; '.join(sorted(faults))}")
 
 
 def is_finite(x: Tensor) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fairseq.data import Dictionary
 
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.data import check_file
 from fairseq_fwp.patches.hooks import other_words
 
@@ -18,8 +19,7 @@ def dictionary_words(checkpoint: Path, vocabulary: Path | None) -> list[str]:
     """Return the words of a checkpoint of fairseq: from the given dict.txt or folder, or else the one next to it."""
     path = vocabulary or (checkpoint if checkpoint.is_dir() else checkpoint.parent)
     path = path / DICTIONARY if path.is_dir() else path
-    if vocabulary is None and not path.exists():
-        raise ValueError(f"{path} does not exist: {REMEDY}")
+    check(vocabulary or path.exists(), f"{path} does not exist: {REMEDY}")
     return read_words(path)
 
 

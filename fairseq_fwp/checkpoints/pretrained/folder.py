@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fairseq_fwp.ops.checks import check
 from fairseq_fwp.patches.checkpoints import TENSORS_ONLY, NotStoredError, check_stored
 from fairseq_fwp.patches.data import check_file
 from fairseq_fwp.patches.options import Settings
@@ -28,9 +29,8 @@ def read(path: Path, name: str, sizes: Sequence[str], by_index: bool = False) ->
     index, else it is an error, because transformers reads all of each file. Of a folder with both kinds of weights,
     model.safetensors is read.
     """
-    if not path.is_dir():
-        actual = "a file" if path.exists() else "nothing"
-        raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of {name}, got {actual}")
+    actual = "a file" if path.exists() else "nothing"
+    check(path.is_dir(), f"{path} must be a folder with {CONFIG} and {WEIGHTS} of {name}, got {actual}")
     config = read_config(path, name, sizes)
     tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
@@ -48,9 +48,8 @@ def read(path: Path, name: str, sizes: Sequence[str], by_index: bool = False) ->
         places |= dict.fromkeys(loaded, file)
     most = max([len(tensors), *(size for x in tensors.values() for size in x.shape)])
     for size in sizes:
-        if config[size] > most:
-            got = f"at most {most:,}, the greatest size of the weights, got {config[size]:,}"
-            raise ValueError(f"{size} in {path / CONFIG} must be {got}")
+        expected = f"at most {most:,}, the greatest size of the weights"
+        check(config[size] <= most, f"{size} in {path / CONFIG} must be {expected}, got {config[size]:,}")
     return tensors, config
 
 
@@ -66,9 +65,9 @@ def files_of_weights(path: Path) -> dict[str, set[str] | None]:
             if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
                 raise ValueError(f"{index} must have a weight_map, which names a file for every weight")
             files = sorted({*places.values()})
-            if outside := [file for file in files if Path(file).name != file]:
-                own = f"the weight_map in {index} must name files of its own folder"
-                raise ValueError(f"{own}, got {outside[0]!r}")
+            own = f"the weight_map in {index} must name files of its own folder"
+            for file in files:
+                check(Path(file).name == file, f"{own}, got {file!r}")
             if (path / whole).exists() and files != [whole]:
                 other = next(file for file in files if file != whole)
                 both = f"got both {whole} and {index.name}, which names {other}"
@@ -139,6 +138,5 @@ def read_json(path: Path) -> Settings:
         content: Settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object")
+    check(isinstance(content, dict), f"{path} must hold a JSON object")
     return content

@@ -131,11 +131,9 @@ class PretrainedModel(nn.Module):
             fits = len(shape) == len(sizes) + 1 and all(
                 size in (None, actual) for size, actual in zip(sizes, shape[1:], strict=True)
             )
-            name, expected = path.strip("."), ", ".join("n" if size is None else str(size) for size in sizes)
-            check(
-                fits,
-                f"state must be None or what this model returned: {name} must be (B, {expected}), got {tuple(shape)}",
-            )
+            expected = ", ".join("n" if size is None else str(size) for size in sizes)
+            wrong = f"{path.strip('.')} must be (B, {expected}), got {tuple(shape)}"
+            check(fits, f"state must be None or what this model returned: {wrong}")
 
 
 def _shapes(state: DecoderState) -> dict[str, tuple[int, ...]]:

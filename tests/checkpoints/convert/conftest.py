@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from fairseq.models import MODEL_DATACLASS_REGISTRY
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from support.refusals import refused
 
@@ -66,12 +64,8 @@ def build(vector: Vector, words=WORDS, **options):
     """Return the converted model in float64, in evaluation, its dictionary and the conversion, without files."""
     options = Options({"cutoffs": "12,20", **vector.options, **options})
     conversion = SOURCES[vector.source].convert(vector.tensors, words, options)
-    known = MODEL_DATACLASS_REGISTRY[conversion.arch]
-    cfg = OmegaConf.merge(
-        OmegaConf.structured(known), {"max_target_positions": None, "add_bos_token": False, **conversion.flags}
-    )
-    task = checkpoint.make_task(conversion)
-    return checkpoint.build_converted(conversion, cfg, task).double().eval(), task.target_dictionary, conversion
+    dictionary = checkpoint.make_task(conversion).target_dictionary
+    return checkpoint.build_converted(conversion).double().eval(), dictionary, conversion
 
 
 class Command:

@@ -403,8 +403,9 @@ REFUSALS = [
     (dict, {"eos_token_id": True}, r"eos_token_id in .* must be one number in \[0, 30\), the vocabulary, got True"),
     (dict, {**RWKV7, "head_dim": 6}, "head_dim in config.json must divide hidden_size = 16, got 6$"),
     *((dict, attn(**{name[5:]: value}) if name.startswith("attn.") else {name: value},
-       f"^fwp-convert: {name} in config.json must be {kind}, got {re.escape(repr(value))}$")
-      for kind, values in WRONG.items() for name in fla.KINDS[kind][1] if name not in fla.REQUIRED for value in values),
+       f"^fwp-convert: {name} in config.json must be {kind.words}, got {re.escape(repr(value))}$")
+      for kind, names in fla.KINDS.items() for name in names if name not in fla.REQUIRED
+      for value in WRONG.get(kind.words, ())),
     (ones(QUERIES, 16), {}, r"in_proj\.weight must have rows of one shape, got .*q_p"),
     (ones(QUERIES, 16, 15), {}, r"must have rows of one shape, got .*q_p.* \(16, 15\)"),
     (ones("model.layers.1.attn.k_conv1d.weight", 16, 4), {}, r"rows of one shape, got .*k_conv1d.* \(16, 4\)"),
@@ -415,7 +416,6 @@ REFUSALS = [
     (ones("model.layers.0.mlp.up_proj.weight", 24, 16, dtype=torch.float8_e4m3fn), {},
      r"up_proj\.weight must be floating-point, got torch.float8_e4m3fn: quantised"),
     (without("layers.1.mlp.up"), {}, r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
-    (ones("model.layers.0.mlp.experts.weight", 2), {}, r"it has also model\.layers\.0\.mlp\.experts\.weight"),
 ]
 # fmt: on
 

@@ -151,15 +151,12 @@ REFUSALS = [
     (dict, {"quantization_config": {}}, "quantization_config = .* its weights are quantised"),
     (dict, {"transformers_weights": "a.safetensors"}, "transformers_weights in .* must be left out or name model.safe"),
     (dict, {"n_inner": 2**62}, "the model that the options describe cannot be built|a model of the .* numbers of the"),
-    (without("h.1.mlp.c_fc.bias"), {}, r"decoder\.layers\.1\.fc1\.bias is missing"),
     (without("h.1.attn.c_proj.weight"), {}, r"decoder\.layers\.1\.self_attn\.out_proj\.weight is missing"),
     (ones("h.1.attn.gate", DIM), {}, r"it has also h\.1\.attn\.gate;"),
-    (ones("score.weight", 2, DIM), {}, r"has also score\.weight;"),
     (ones("lm_head.weight", WORDS, DIM), {}, "lm_head cannot be converted: .* has two that differ"),
     (ones("transformer.wte.weight", WORDS, DIM), {}, "must have each name once, got wte.weight and transformer.wte"),
     (ones("wpe.weight", 0, DIM), {}, r"wpe\.weight must be a matrix, got the shape \(0, 16\)"),
     (ones("h.0.attn.c_attn.weight", DIM, DIM, 3), {}, r"c_attn\.weight must be a matrix, got the shape \(16, 16, 3\)"),
-    (dict, {"activation_function": []}, r"activation_function in config\.json must be one of gelu, .*, got \[\]"),
     (ones("h.0.ln_1.bias", 3), {}, r"self_attn_layer_norm\.bias must be \(16,\), got \(3,\)"),
     (ones("h.1.attn.c_attn.weight", DIM, 47), {}, r"1\.self_attn\.in_proj\.weight must be \(48, 16\), got \(47,"),
     (ones("h.0.mlp.c_fc.weight", DIM, 64, dtype=torch.int8), {}, r"c_fc\.weight must be floating-point, got .*int8"),
@@ -227,9 +224,8 @@ def test_its_texts_may_be_lines(folder):
     again = folder.path.parent / "again"
     main([*map(str, ["--source", "fwp-lm", out / "checkpoint.pt", "--to", "safetensors", "--out", again])])
     loaded = fairseq_fwp.load(again)
-    assert loaded.line_start == "word" and torch.equal(
-        loaded(torch.tensor([[5, 6]]))[0], model(torch.tensor([[5, 6]]))[0]
-    )
+    found, expected = (lm(torch.tensor([[5, 6]]))[0] for lm in (loaded, model))
+    assert loaded.line_start == "word" and torch.equal(found, expected)
     assert fairseq_fwp.load(folder.path, source="gpt2").encode("5")[0, 0] == model.dictionary.eos()
 
 
@@ -249,10 +245,8 @@ def test_options_of_a_source_are_given_to_load(folder):
     """As to the command: the end of a text and what is read first."""
     folder.save(make_tensors())
     out = folder.write("--line-start", "word", "--end", "3")
-    expected, loaded = (
-        fairseq_fwp.load(out / "checkpoint.pt"),
-        fairseq_fwp.load(folder.path, source="gpt2", end=3, line_start="word"),
-    )
+    expected = fairseq_fwp.load(out / "checkpoint.pt")
+    loaded = fairseq_fwp.load(folder.path, source="gpt2", end=3, line_start="word")
     assert loaded.dictionary.symbols == expected.dictionary.symbols and loaded.line_start == "word"
     tokens = loaded.encode("5 7 </s>")
     assert tokens.shape == (1, 3) and torch.equal(loaded(tokens)[0], expected(tokens)[0])
@@ -271,9 +265,7 @@ def test_rows_that_fill_the_table_have_names_of_their_own(folder):
     """Words of a vocabulary may be digits, and fairseq's own names of such rows."""
     folder.save(make_tensors())
     (folder.path / "vocab.txt").write_text("\n".join(["<s>", "27", "madeupword27", "28", "w"]) + "\n")
-    with pytest.raises(
-        ValueError, match="'28', the number of 'madeupword28' and the name of token 3: give the other name"
-    ):
+    with pytest.raises(ValueError, match="'28', the number of 'madeupword28' and the name of token 3: give the other"):
         fairseq_fwp.load(folder.path, source="gpt2", end="28")
     assert "27" in fairseq_fwp.load(folder.path, source="gpt2", end=27).dictionary.indices
     words = fairseq_fwp.load(folder.path, source="gpt2").dictionary
@@ -339,8 +331,6 @@ def test_damaged_weights_of_torch(folder, capsys, content, says):
         (NAMES, "[SEP]", r"--end must be a token: a word of the vocabulary, or its number, got '\[SEP\]'"),
         (NAMES, "30", "--end must be a token: .* got '30'"),
         ([*NAMES, "Y"], "2", r"vocab\.txt must have at most 30 words, vocab_size in .*config\.json, got 31"),
-        ([*NAMES[:-1], "A"], "2", "the vocabulary must hold each word once, got 'A' twice"),
-        (["A", "", "B"], "2", r"line 2 of the vocabulary .*vocab\.txt must hold a word, got an empty line"),
     ],
 )
 def test_vocabularies_that_are_refused(folder, lines, end, says):
@@ -371,14 +361,10 @@ def test_a_table_may_have_more_rows_than_the_vocabulary_has_words(folder):
 @pytest.mark.slow
 @looped("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
-    """A softmax model of half-precision weights has their logits, and fast weights can replace its attention."""
+    """A softmax model of half-precision weights has their logits; test_llama.py has their dtype, also of others."""
     tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}
     folder.save(tensors)
     assert_same(folder, tensors, torch.float32, 2e-5)
-    saved = torch.load(folder.out / "checkpoint.pt", weights_only=True)["model"]
-    assert {tensor.dtype for tensor in saved.values()} == {dtype}
-    model, _ = folder.convert(*DECAY)
-    assert model(torch.randint(4, WORDS, (1, POSITIONS)))[0].isfinite().all()
     mixed = {name: tensor.float() if "wpe" in name else tensor for name, tensor in tensors.items()}
     mixed["wpe.weight"] += 1e-5 * torch.randn(POSITIONS, DIM)
     folder.save(mixed)
@@ -395,9 +381,7 @@ def test_files_that_are_not_there_or_not_whole(folder):
         index.write_text(content)
         folder.refuses("must hold a JSON object" if content == "[]" else "must have a weight_map")
     index.write_text('{"weight_map": {"wte.weight": "other.safetensors"}}')
-    folder.refuses(
-        r"must hold its weights once, got both model\.safetensors and model\.safetensors\.index\.json, which names"
-    )
+    folder.refuses(r"must hold its weights once, got both model\.safetensors and model\.safetensors\.index\.json")
     index.write_text('{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}')
     weights.rename(folder.path / "one.safetensors")
     shutil.copy(folder.path / "one.safetensors", folder.path / "two.safetensors")

@@ -80,22 +80,17 @@ def test_losses_are_those_of_the_published_equations(attn_type, clamp_len):
     found = score(model, dictionary, vector.tokens, SEGMENTS, carry=attn_type == 1)
     expected = plain_losses(vector, clamp_len - 1 if clamp_len > 0 else LENGTH + 2)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    assert any("of fewer than 11 tokens has the last positions" in note for note in conversion.notes) == (
-        attn_type == 3
-    )
+    told = [note for note in conversion.notes if "of fewer than 11 tokens has the last positions" in note]
+    assert bool(told) == (attn_type == 3)
 
 
 # attention type, changed options, change of the state dict, words of the sentence
+# fmt: off
 REFUSALS = [
     (3, {"tgt_len": 15}, dict, "--tgt_len must be at most 14, the positions of the checkpoint, got 15"),
     (3, {"mem_len": 5}, dict, "--mem_len must be left out with absolute positions"),
     (3, {"pre_lnorm": True}, dict, "--pre_lnorm cannot be converted with this --attn_type"),
-    (
-        3,
-        {},
-        ones("r_emb", 2, 14, 2, 3),
-        r"r_emb must be \(2, 14, 2, 4\), got \(2, 14, 2, 3\): the checkpoint is damaged",
-    ),
+    (3, {}, ones("r_emb", 2, 14, 2, 3), r"r_emb must be \(2, 14, 2, 4\), got \(2, 14, 2, 3\): the checkpoint is"),
     (3, {}, ones("r_emb", 14), r"r_emb must be \(2, 2, 4\), got \(14,\)"),
     (1, {"clamp_len": 1}, dict, "--clamp-len must be at least 1 with --decoder-positions shaw_biased, got 0"),
     (1, {}, ones("r_emb", 3, 14, 2, 4), r"r_emb must be \(2, 14, 2, 4\), got \(3, 14, 2, 4\)"),
@@ -103,6 +98,7 @@ REFUSALS = [
     (1, {}, ones("r_w_bias", 2, 4), r"r_w_bias must be \(2, 2, 4\), got \(2, 4\)"),
     (1, {"attn_type": 0}, dict, "lacks r_r_bias"),
 ]
+# fmt: on
 
 
 @looped("attn_type, options, change, says", REFUSALS)

@@ -14,7 +14,6 @@ import fairseq_fwp
 from checkpoints.convert.conftest import Folder, load, ones, without
 from fairseq_fwp.checkpoints.convert import llama
 from fairseq_fwp.cli.linearize import main as fwp_linearize
-from fairseq_fwp.distillation import attention_error
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
@@ -228,28 +227,6 @@ def test_a_converted_model_is_linearised_and_loaded_as_at_once(tmp_path_factory,
     assert len(sizes) == 1 or "softmax" in (linear / "flags.txt").read_text()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_attention_learns_from_the_attention_it_replaces(folder, case):
-    """The first stage of distillation; the error becomes smaller, and nothing else learns."""
-    folder.save_model(case)
-    teacher, _ = folder.convert()
-    student, dictionary = folder.convert(*GATED_DELTA)
-    student.train()
-    optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
-    tokens = torch.randint(4, WORDS, (2, LENGTH))
-    tokens[0, :2] = dictionary.pad()
-    errors = []
-    for _ in range(20):
-        error = attention_error(student, teacher, {"src_tokens": tokens}, dictionary.pad())
-        errors.append(error.item())
-        optimizer.zero_grad()
-        error.backward()
-        optimizer.step()
-    learns = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
-    assert learns and all(".self_attn." in name for name in learns)
-    assert errors[-1] < 0.7 * errors[0]
-
-
 QWEN2 = {"model_type": "qwen2"}
 ROPE = "config.json must have rope_theta"
 MIXED = ["sliding_attention", "full_attention", "full_attention"]
@@ -273,7 +250,6 @@ REFUSALS = [
      "--attention-rope-scaling must be a factor, two ascending numbers of turns, and tokens, got '4.0,1.0,1.0,16'"),
     (dict, {"rope_scaling": {**SCALED, llama.LENGTH: 16}, llama.LENGTH: 8},
      "original_max_position_embeddings in config.json must be 16 as in its rope_scaling, got 8"),
-    (dict, {"is_causal": False}, "is_causal = False, which cannot be converted: its tokens see later ones"),
     (dict, {"model_type": "mistral", "sliding_window": 4, "layer_types": ["full_attention"] * 3},
      "layer_types in .* must be sliding_attention for all 3 layers with sliding_window = 4, got"),
     (dict, {"rope_parameters": "default"}, "rope_parameters in config.json must be settings .*, got 'default'"),
@@ -298,17 +274,12 @@ REFUSALS = [
     (dict, {"model_type": "qwen3"}, r"it lacks model\.layers\.0\.self_attn\.q_norm\.weight"),
     (dict, {"attention_bias": True}, r"it lacks model\.layers\.0\.self_attn\.q_proj\.bias"),
     (dict, {"num_hidden_layers": 2}, r"it has also model\.layers\.2\."),
-    (dict, {"tie_word_embeddings": True}, "lm_head cannot be converted: .* has two that differ"),
-    (dict, {"vocab_size": 31}, r"embed_tokens\.weight must have 31 rows as config\.json says, got \(30, 24\)"),
     (dict, {"num_attention_heads": None}, "the configuration of a Llama, Mistral or Qwen, got one without num_at"),
-    (dict, {"eos_token_id": [2, 3]}, r"eos_token_id in .* must be one number .*, got \[2, 3\]: give the token"),
     (without("layers.1.mlp.up"), {}, r"it lacks model\.layers\.1\.mlp\.up_proj\.weight"),
     (without("lm_head"), {}, r"it lacks lm_head\.weight"),
-    (ones("model.layers.1.mlp.experts", 2), {}, r"it has also model\.layers\.1\.mlp\.experts"),
     (ones("model.layers.0.self_attn.k_proj.weight", 24, 24), {}, r"k_proj\.weight must have 12 rows"),
     (ones("model.layers.0.self_attn.k_proj.weight", 12, 23), {}, "must have rows of one shape, got .*k_proj"),
     (ones("model.layers.0.self_attn.o_proj.weight", 24, 23), {}, r"out_proj\.weight must be \(24, 24\), got \(24, 23"),
-    (ones("model.norm.weight", 24, dtype=torch.int8), {}, "model.norm.weight must be floating-point, got torch.int8"),
 ]
 # fmt: on
 
@@ -342,24 +313,5 @@ def test_settings_that_are_not_read_are_named(folder, capsys):
     folder.save_model("llama")
     folder.save({**folder.config, "sliding_window": 4, "residual_multiplier": 0.5}, folder.tensors)
     folder.convert()
-    assert (
-        "note: config.json has settings that are not read: residual_multiplier, sliding_window; "
-        in capsys.readouterr().out
-    )
-
-
-def test_damaged_folders(folder):
-    folder.refuses(r"config\.json cannot be read")
-    folder.save_model("llama")
-    folder.refuses("the vocabulary x cannot be read", "--vocabulary", "x")
-    weights = folder.path / "model.safetensors"
-    whole = weights.read_bytes()
-    for content in (b"", whole[:100], whole[:-4]):
-        weights.write_bytes(content)
-        folder.refuses(r"model\.safetensors must be a complete safetensors file")
-    weights.unlink()
-    folder.refuses(r"must hold model\.safetensors or pytorch_model\.bin, .* got neither")
-    (folder.path / "config.json").write_text("[]")
-    folder.refuses("must hold a JSON object")
-    folder.path = folder.path / "config.json"
-    folder.refuses("must be a folder with config.json and model.safetensors of Llama, Mistral or Qwen, got a file")
+    note = "note: config.json has settings that are not read: residual_multiplier, sliding_window; "
+    assert note in capsys.readouterr().out

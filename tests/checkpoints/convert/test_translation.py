@@ -12,12 +12,11 @@ from support.pairwise import looped
 
 from checkpoints.convert.conftest import Command
 from fairseq_fwp.checkpoints.convert import SOURCES
-from fairseq_fwp.checkpoints.convert.checkpoint import make_task
+from fairseq_fwp.checkpoints.convert.checkpoint import build_converted
 from fairseq_fwp.checkpoints.convert.conversion import Options
 from fairseq_fwp.checkpoints.linearize import linearize
 from fairseq_fwp.checkpoints.linearize.options import Method
 from fairseq_fwp.cli.linearize import main as fwp_linearize
-from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention
 from fairseq_fwp.modules.attention import LinearAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -75,11 +74,7 @@ class Saved(Command):
         source = SOURCES["fairseq-mt"]
         tensors, settings = source.read(self.path)
         conversion = source.convert(tensors, source.words(self.path, None), Options(settings))
-        converted = linearize(conversion, flags, Method(state_size))
-        args = Namespace(**FwpTransformerModel.complete(converted.flags))
-        model = FwpTransformerModel.build_model(args, make_task(converted)).eval()
-        model.load_state_dict(converted.weights)
-        return model
+        return build_converted(linearize(conversion, flags, Method(state_size))).eval()
 
 
 @pytest.fixture
