@@ -21,7 +21,7 @@
 //   P, A   the scores of tokens that read, q_t (F_ts * k_s), and that erase, k_t (F_ts * k_s)
 //   U      what is written, b E            D         the gradient of E
 //
-// The types of numbers are Real, that of the computation (float or double), and T, that of an array that may be in half precision.
+// Types of numbers: Real, that of the computation (float or double), and T, as stored, perhaps in half precision.
 //
 // The papers have beta for b, and for a: alpha (gated delta), g (gated), f (decay; z is theirs), w (RWKV-7).
 

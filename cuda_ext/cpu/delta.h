@@ -78,13 +78,13 @@ struct DeltaForward {
   template <int T>
   FWP_INLINE void start() {
     const Real* key[T];
-    RowSums<Real, NV, T> first(block.rows);
+    RowSums<Real, NV, T> sums(block.rows);
     FWP_UNROLL for (int s = 0; s < T; ++s) key[s] = key_at(s);
     block.read_rows([&](int64_t i, const Group<Real, NV>& w) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < T; ++s) first.total[s].add(key[s][i], w);
-    }, [&]() __attribute__((always_inline)) { first.settle(); });
-    first.finish();
-    FWP_UNROLL for (int s = 0; s < T; ++s) found[s] = first.total[s];
+      FWP_UNROLL for (int s = 0; s < T; ++s) sums.total[s].add(key[s][i], w);
+    }, [&]() __attribute__((always_inline)) { sums.settle(); });
+    sums.finish();
+    FWP_UNROLL for (int s = 0; s < T; ++s) found[s] = sums.total[s];
     if constexpr (T == kGroup) gram = Gram<kGroup, Real>(key, block.rows);
   }
 
@@ -159,7 +159,7 @@ struct DeltaBackwardWrites {
   }
 
   template <int T>
-  FWP_INLINE void run(int64_t t, bool last) {
+  FWP_INLINE void run(int64_t t, bool is_last) {
     Group<Real, NV> d_read[T], d_write[T], error_of[T], earlier[kGroup];
     RowSums<Real, NV, T> d_value_sums(block.rows);
     auto& d_value = d_value_sums.total;
@@ -177,7 +177,7 @@ struct DeltaBackwardWrites {
       earlier[s] = late[s];
     }
     const Gram<T, Real> gram(key, block.rows);
-    const Ahead<Real, T, 6> ahead(!last && block.rows > kDeltaFewRows, t + kTokensAhead, q, k, d_k, d_out, error, d_v);
+    const Ahead<Real, T, 6> ahead(!is_last && block.rows > kDeltaFewRows, t + kTokensAhead, q, k, d_k, d_out, error, d_v);
     block.change_rows(false, ahead, [&](int64_t i, Group<Real, NV>& g) __attribute__((always_inline)) {
       Vector<Real> product[kGroup] = {};
       FWP_UNROLL for (int s = 0; s < kGroup; ++s) g.subtract(earlier_key[s][i], earlier[s]);
@@ -254,7 +254,7 @@ struct DeltaBackwardReads {
   Real* scratch;  // kGroup x rows
 
   template <int T>
-  FWP_INLINE void run(int64_t t, bool last) {
+  FWP_INLINE void run(int64_t t, bool is_last) {
     Group<Real, NV> key[T];
     RowSums<Real, NV, T> d_query(block.rows), d_key(block.rows);
     const Real *write[T], *d_read[T], *d_value[T];
@@ -267,8 +267,8 @@ struct DeltaBackwardReads {
       const Real b = rate[t + s];
       for (int64_t j = 0; j < block.rows; ++j) scratch[s * block.rows + j] = b * e[j];
     }
-    const Ahead<Real, T, 6> ahead(!last && block.rows > kDeltaFewRows, t + kTokensAhead, d_out, error, d_v, k, d_q, d_k);
-    block.change_rows(last, ahead, [&](int64_t j, Group<Real, NV>& w) __attribute__((always_inline)) {
+    const Ahead<Real, T, 6> ahead(!is_last && block.rows > kDeltaFewRows, t + kTokensAhead, d_out, error, d_v, k, d_q, d_k);
+    block.change_rows(is_last, ahead, [&](int64_t j, Group<Real, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         d_key.total[s].subtract(d_value[s][j], w);
         w.add(write[s][j], key[s]);

@@ -66,7 +66,8 @@ class DeltaShort {
 
   // d_state.data may be null. d_rate must contain zeros.
   void backward(Tokens<const Real> q, Tokens<const Real> k, Rates<const Real> rate, Tokens<const Real> error,
-                Tokens<const Real> d_out, Tokens<const Real> d_state, Tokens<Real> d_q, Tokens<Real> d_k, Tokens<Real> d_v, Rates<Real> d_rate) {
+                Tokens<const Real> d_out, Tokens<const Real> d_state, Tokens<Real> d_q, Tokens<Real> d_k, Tokens<Real> d_v,
+                Rates<Real> d_rate) {
     multiply_keys(q, k);
     rebuild_writes(rate, error);
     copy(d_out, length, values, d_out_);

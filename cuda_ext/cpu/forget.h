@@ -95,8 +95,8 @@ struct ForgetForward {
     run_group<T, !kLast>(from, kLast);
   }
   template <int T>
-  FWP_INLINE void run(int64_t from, bool last) {
-    run_group<T, false>(from, last);
+  FWP_INLINE void run(int64_t from, bool is_last) {
+    run_group<T, false>(from, is_last);
   }
 
  private:

@@ -64,9 +64,9 @@ class ForgetChunk {
   template <Fades, Erases>
   friend class ForgetTiles;
   struct Writer {
-    Tokens<const Real> key;                // n_s
-    Tokens<Real> own_key, last, value;     // N_Cs, m_s
-    Tokens<Real> with_query, with_reader;  // P and A: q_t . N_ts and y_t . N_{t-1,s}
+    Tokens<const Real> key;                      // n_s
+    Tokens<Real> padded_key, key_at_end, value;  // N_Cs, m_s
+    Tokens<Real> with_query, with_reader;        // P and A: q_t . N_ts and y_t . N_{t-1,s}
   };
   static constexpr int kWriters = kRemoves ? 2 : 1;
   // Vectors of columns that are processed together if two kinds of sums need registers.
@@ -83,26 +83,28 @@ class ForgetChunk {
   Writer writer_[kWriters];
   Tokens<Real> total_, total_of_value_;         // F_C in the first row (see see_group()), and Z_C
   // Memory for tokens that are not whole vectors, or not a whole chunk.
-  Tokens<Real> own_query_, own_reader_, own_fade_, own_value_, own_error_, own_value_fade_;
+  Tokens<Real> padded_query_, padded_reader_, padded_fade_, padded_value_, padded_error_, padded_value_fade_;
   NextTokens<Real, kChunkTokens, kColumns> next_;  // a panel at a time while states change
   Real* scratch_;                                  // what is left of it
 
   ForgetChunk(int64_t keys, int64_t values, Real* scratch) : keys_(keys), values_(values), scratch_(scratch) {
     state_ = take_rows(state_rows(keys), values);
-    for (Tokens<Real>* x : {&own_query_, &own_reader_, &own_fade_, &seen_query_, &seen_reader_, &total_}) *x = take_keys();
-    for (Tokens<Real>* x : {&own_value_, &own_error_, &own_value_fade_, &read_}) *x = take_values();
+    for (Tokens<Real>* x : {&padded_query_, &padded_reader_, &padded_fade_, &seen_query_, &seen_reader_, &total_})
+      *x = take_keys();
+    for (Tokens<Real>* x : {&padded_value_, &padded_error_, &padded_value_fade_, &read_}) *x = take_values();
     for (Writer& w : writer_) {
-      w.own_key = take_keys(), w.last = take_keys(), w.value = take_values();
+      w.padded_key = take_keys(), w.key_at_end = take_keys(), w.value = take_values();
       w.with_query = take_rows(kChunkTokens, kChunkTokens), w.with_reader = take_rows(kChunkTokens, kChunkTokens);
     }
     total_of_value_ = take_rows(1, values);
     if (!scratch) return;
     // The padding of tokens in scratch stays zero.
     if (!whole_panels(keys))
-      for (const Tokens<Real>& x : {own_query_, own_reader_, own_fade_, writer_[0].own_key, writer_[kWriters - 1].own_key})
+      for (const Tokens<Real>& x : {padded_query_, padded_reader_, padded_fade_, writer_[0].padded_key,
+                                    writer_[kWriters - 1].padded_key})
         clear(x, kChunkTokens);
     if (!whole_panels(values))
-      for (const Tokens<Real>& x : {own_value_, own_value_fade_}) clear(x, kChunkTokens);
+      for (const Tokens<Real>& x : {padded_value_, padded_value_fade_}) clear(x, kChunkTokens);
   }
   Tokens<Real> take_rows(int64_t rows, int64_t columns) { return take(scratch_, rows, columns); }
   Tokens<Real> take_keys() { return take_rows(kChunkTokens, keys_); }
@@ -126,19 +128,19 @@ class ForgetChunk {
     return !x.half && count_ == kChunkTokens && whole_panels(columns);
   }
   // The chunk's tokens of x, zero-padded.
-  Tokens<const Real> input(const Stored<Real>& x, int64_t first, int64_t columns, Tokens<Real> own) const {
+  Tokens<const Real> input(const Stored<Real>& x, int64_t first, int64_t columns, Tokens<Real> padded) const {
     if (in_place(x, columns)) return constant(x.tokens_from(first));
-    if (count_ < kChunkTokens) clear(own, kChunkTokens);
-    for (int64_t t = 0; t < count_; ++t) x.read_to(own[t], first + t, columns);
-    return constant(own);
+    if (count_ < kChunkTokens) clear(padded, kChunkTokens);
+    for (int64_t t = 0; t < count_; ++t) x.read_to(padded[t], first + t, columns);
+    return constant(padded);
   }
   // Where to write the chunk's tokens of x, before deliver().
-  Tokens<Real> output(const Stored<Real>& x, int64_t first, int64_t columns, Tokens<Real> own) const {
-    return x.data && in_place(x, columns) ? x.tokens_from(first) : own;
+  Tokens<Real> output(const Stored<Real>& x, int64_t first, int64_t columns, Tokens<Real> padded) const {
+    return x.data && in_place(x, columns) ? x.tokens_from(first) : padded;
   }
-  void deliver(Tokens<Real> own, int64_t columns, const Stored<Real>& to, int64_t first) const {
+  void deliver(Tokens<Real> padded, int64_t columns, const Stored<Real>& to, int64_t first) const {
     if (!to.data || in_place(to, columns)) return;
-    for (int64_t t = 0; t < count_; ++t) to.write_from(own[t], first + t, columns);
+    for (int64_t t = 0; t < count_; ++t) to.write_from(padded[t], first + t, columns);
   }
   Real rate_at(const In& in, int64_t first, int64_t t) const { return t < count_ ? in.rate_at(first + t) : 0; }
   static void fill(Real* x, int64_t columns, Real number) {
@@ -157,23 +159,23 @@ class ForgetChunk {
   // Everything that needs keys and decays only. Without scores, what the next chunk needs.
   template <bool kScores = true>
   void prepare(const In& in, int64_t first) {
-    query_ = input(in.q, first, keys_, own_query_);
-    writer_[0].key = input(in.k, first, keys_, writer_[0].own_key);
-    reader_ = constant(own_reader_), fade_ = constant(own_fade_);
-    if (in.key_decay.data) fade_ = input(in.key_decay, first, keys_, own_fade_);
+    query_ = input(in.q, first, keys_, padded_query_);
+    writer_[0].key = input(in.k, first, keys_, writer_[0].padded_key);
+    reader_ = constant(padded_reader_), fade_ = constant(padded_fade_);
+    if (in.key_decay.data) fade_ = input(in.key_decay, first, keys_, padded_fade_);
     for (int64_t s = in.key_decay.data ? count_ : 0; s < rows_; ++s)
-      fill(own_fade_[s], keys_, s < count_ ? in.head_decay[first + s] : 1);
+      fill(padded_fade_[s], keys_, s < count_ ? in.head_decay[first + s] : 1);
     if constexpr (kRemoves) {
-      writer_[1].key = input(in.removal, first, keys_, writer_[1].own_key);
-      reader_ = input(in.removal_key, first, keys_, own_reader_);
+      writer_[1].key = input(in.removal, first, keys_, writer_[1].padded_key);
+      reader_ = input(in.removal_key, first, keys_, padded_reader_);
     }
     for (int64_t t = 0; t < rows_; t += kTileRows) {
       for (const Writer& w : writer_) see_group<kScores>(w, t);
       for (int64_t s = 0; s < t; s += kTileRows)
         for (const Writer& w : writer_) {
-          if constexpr (kScores) score(constant(seen_query_), constant(w.last), t, s, w.with_query);
-          if constexpr (kScores && kRetrieves) score(constant(seen_reader_), constant(w.last), t, s, w.with_reader);
-          scale_rows(w.last, s, t);
+          if constexpr (kScores) score(constant(seen_query_), constant(w.key_at_end), t, s, w.with_query);
+          if constexpr (kScores && kRetrieves) score(constant(seen_reader_), constant(w.key_at_end), t, s, w.with_reader);
+          scale_rows(w.key_at_end, s, t);
         }
       if (t == 0) continue;
       if constexpr (kScores) scale_rows(seen_query_, t, 0);
@@ -196,7 +198,7 @@ class ForgetChunk {
         const Vector<Real> own = load(w.key[s + t] + i), fade = load(fade_[s + t] + i);
         if constexpr (kScores && kRetrieves) {
           const Vector<Real> reader = kRemoves ? load(reader_[s + t] + i) : own * fade;
-          if (!kRemoves) store(own_reader_[s + t] + i, reader);
+          if (!kRemoves) store(padded_reader_[s + t] + i, reader);
           store(seen_reader_[s + t] + i, reader * so_far);
           FWP_UNROLL for (int m = 0; m < t; ++m) sum[t * t + m] += reader * faded[m];
         }
@@ -210,7 +212,7 @@ class ForgetChunk {
         }
       }
       store(total_[s] + i, so_far);
-      FWP_UNROLL for (int m = 0; m < kTileRows; ++m) store(w.last[s + m] + i, faded[m]);
+      FWP_UNROLL for (int m = 0; m < kTileRows; ++m) store(w.key_at_end[s + m] + i, faded[m]);
     }
     if constexpr (!kScores) return;
     Real product[kProducts];
@@ -264,14 +266,14 @@ class ForgetChunk {
 
   // The same values from what the forward pass has stored.
   void load_values(const In& in, Tokens<const Real> retrieved, int64_t first) {
-    error_ = input(erases == Erases::kKey ? Stored<Real>(retrieved) : in.v, first, values_, own_value_);
+    error_ = input(erases == Erases::kKey ? Stored<Real>(retrieved) : in.v, first, values_, padded_value_);
     if constexpr (kValuesFade) {
-      value_fade_ = input(in.value_decay, first, values_, own_value_fade_);
-      for (int64_t t = count_; t < rows_; ++t) fill(own_value_fade_[t], values_, 1);
+      value_fade_ = input(in.value_decay, first, values_, padded_value_fade_);
+      for (int64_t t = count_; t < rows_; ++t) fill(padded_value_fade_[t], values_, 1);
       return;
     }
     Tokens<const Real> removed;
-    if constexpr (kRemoves) removed = input(retrieved, first, values_, own_error_);
+    if constexpr (kRemoves) removed = input(retrieved, first, values_, padded_error_);
     for (int64_t t = 0; t < rows_; ++t) {
       const Real rate = rate_at(in, first, t);
       for (int64_t j = 0; j < values_; j += kLanes<Real>) {
@@ -327,7 +329,7 @@ class ForgetChunk {
   // W = F_C^T * W + the sum of writes.
   void advance_state(bool empty, Tokens<Real> copy = {}) const {
     std::array<Factors<Real>, kWriters> writes;
-    for (int n = 0; n < kWriters; ++n) writes[n] = {constant(writer_[n].last), constant(writer_[n].value)};
+    for (int n = 0; n < kWriters; ++n) writes[n] = {constant(writer_[n].key_at_end), constant(writer_[n].value)};
     change_rows(empty, writes, state_, copy);
   }
 

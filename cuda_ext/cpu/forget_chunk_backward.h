@@ -16,15 +16,17 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
   ForgetChunkBackward(int64_t keys, int64_t values, Real* scratch) : Base(keys, values, scratch) {
     static_assert(fades != Fades::kHead);
     d_state_ = take_rows(state_rows(keys), values), state_of_value_ = take_rows(round_up(values, kLanes<Real>), keys);
-    for (Tokens<Real>* x : {&own_d_query_, &own_d_reader_, &own_d_fade_, &d_seen_query_, &d_seen_reader_}) *x = take_keys();
-    for (Tokens<Real>* x : {&own_d_read_, &own_d_value_, &own_d_value_fade_, &seen_d_read_, &d_found_}) *x = take_values();
+    for (Tokens<Real>* x : {&padded_d_query_, &padded_d_reader_, &padded_d_fade_, &d_seen_query_, &d_seen_reader_})
+      *x = take_keys();
+    for (Tokens<Real>* x : {&padded_d_read_, &padded_d_value_, &padded_d_value_fade_, &seen_d_read_, &d_found_})
+      *x = take_values();
     for (WriterGradients& d : d_writer_) {
-      d.own_key = take_keys(), d.last = take_keys(), d.value = take_values();
+      d.padded_key = take_keys(), d.key_at_end = take_keys(), d.value = take_values();
       d.with_query = take_rows(kChunkTokens, kChunkTokens), d.with_reader = take_rows(kChunkTokens, kChunkTokens);
     }
     d_total_ = take_rows(1, keys), d_total_of_value_ = take_rows(1, values);
     faded_ = take_rows(kChunkTokens, kTileRows * kNarrow * kLanes<Real>);
-    if (scratch && !whole_panels(values)) clear(own_d_read_, kChunkTokens);
+    if (scratch && !whole_panels(values)) clear(padded_d_read_, kChunkTokens);
   }
   static int64_t scratch_size(int64_t keys, int64_t values) { return ForgetChunkBackward(keys, values, nullptr).taken(); }
 
@@ -73,7 +75,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
       Base::rate_at, Base::state_rows, Base::take_keys, Base::take_rows, Base::take_values, Base::whole_panels;
 
   struct WriterGradients {
-    Tokens<Real> key, own_key, last, value, with_query, with_reader;
+    Tokens<Real> key, padded_key, key_at_end, value, with_query, with_reader;
   };
 
   Tokens<Real> d_state_, state_of_value_;  // the gradient of W, and W^T
@@ -83,18 +85,18 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
   Tokens<Real> d_query_, d_reader_, d_fade_, d_seen_query_, d_seen_reader_;
   WriterGradients d_writer_[kWriters];
   Tokens<Real> d_total_, d_total_of_value_;
-  Tokens<Real> own_d_query_, own_d_reader_, own_d_fade_, own_d_read_, own_d_value_, own_d_value_fade_;
+  Tokens<Real> padded_d_query_, padded_d_reader_, padded_d_fade_, padded_d_read_, padded_d_value_, padded_d_value_fade_;
   Tokens<Real> faded_;                  // N_ts of four s and a few columns, for every t
 
   // The gradients of the chunk's tokens, and of the state before it if `needed`, from d_out and that of the state after
   // it. `empty`: the state before it is zero.
   void differentiate(const In& in, int64_t first, bool empty, const Stored<Real>& d_out, const Gradients& to, bool needed) {
-    d_read_ = input(d_out, first, values_, own_d_read_);
+    d_read_ = input(d_out, first, values_, padded_d_read_);
     for (int n = 0; n < kWriters; ++n)
       if (d_empty_)
         clear(d_writer_[n].value, rows_);
       else
-        multiply_matrices<Real>(constant(writer_[n].last), rows_, constant(d_state_), keys_, values_, d_writer_[n].value);
+        multiply_matrices<Real>(constant(writer_[n].key_at_end), rows_, constant(d_state_), keys_, values_, d_writer_[n].value);
     if constexpr (kValuesFade)
       this->template fade_values<Pass::kBackward>(d_read_, seen_d_read_, d_writer_[0].with_query);
     else
@@ -104,15 +106,15 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
       if constexpr (!kValuesFade) multiply_tokens(d_read_, value, d_writer_[n].with_query);
       if constexpr (kRetrieves) multiply_tokens(constant(d_found_), value, d_writer_[n].with_reader);
       if (d_empty_)
-        clear(d_writer_[n].last, rows_);
+        clear(d_writer_[n].key_at_end, rows_);
       else
-        multiply_rows(constant(value), d_state_, rows_, keys_, values_, d_writer_[n].last);
+        multiply_rows(constant(value), d_state_, rows_, keys_, values_, d_writer_[n].key_at_end);
     }
     differentiate_reads(empty);
     differentiate_keys(first, to);
-    const Tokens<Real> d_value = output(to.v, first, values_, own_d_value_);
+    const Tokens<Real> d_value = output(to.v, first, values_, padded_d_value_);
     if constexpr (kValuesFade) {
-      const Side of_values{d_read_, value_fade_, read_, {}, output(to.value_decay, first, values_, own_d_value_fade_),
+      const Side of_values{d_read_, value_fade_, read_, {}, output(to.value_decay, first, values_, padded_d_value_fade_),
                            d_total_of_value_};
       for_columns<Real, kNarrow>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
         constexpr int NV = decltype(vectors)::value;
@@ -120,7 +122,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
         for (int64_t s = 0; s < rows_; s += kTileRows)
           differentiate_writer<false, NV>(of_values, {error_, d_writer_[0].value, d_value, writer_[0].with_query, {}}, s, j);
       });
-      deliver(own_d_value_fade_, values_, to.value_decay, first);
+      deliver(padded_d_value_fade_, values_, to.value_decay, first);
     } else {
       for (int64_t t = 0; t < count_; ++t) {
         const Real* d_written = d_writer_[0].value[t];
@@ -128,7 +130,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
         for (int64_t j = 0; j < values_; j += kLanes<Real>) store(d_value[t] + j, load(d_written + j) * rate_at(in, first, t));
       }
     }
-    deliver(own_d_value_, values_, to.v, first);
+    deliver(padded_d_value_, values_, to.v, first);
     if (needed) {
       const auto back = [&](Tokens<Real> x, Tokens<const Real> y) {
         return Factors<Real>{constant(x).reversed(rows_), y.reversed(rows_)};
@@ -236,7 +238,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
   };
   struct Faded {
     Tokens<const Real> x;
-    Tokens<Real> d_last, d_key, d_with_query, d_with_reader;
+    Tokens<Real> d_key_at_end, d_key, d_with_query, d_with_reader;
   };
 
   // Call f(t, how many of the tokens s to s + 3 are before t) for t from the last token back to s.
@@ -295,7 +297,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
       FWP_UNROLL for (int m = 0; m < kTileRows; ++m)
         if (m <= decltype(earlier)::value) faded[m].store_to(faded_[t] + m * width, width);
     });
-    FWP_UNROLL for (int m = 0; m < kTileRows; ++m) gradient[m].load_from(w.d_last[s + m] + i, width);
+    FWP_UNROLL for (int m = 0; m < kTileRows; ++m) gradient[m].load_from(w.d_key_at_end[s + m] + i, width);
     for_tokens_back_to(s, [&](int64_t t, auto earlier) __attribute__((always_inline)) {
       constexpr int before = decltype(earlier)::value, seen = std::min(before + 1, kTileRows);
       const Real* of_query = w.d_with_query[t] + s;
@@ -348,10 +350,10 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
 
   // The gradients of queries, keys and decays, from those of what products read.
   void differentiate_keys(int64_t first, const Gradients& to) {
-    d_query_ = output(to.q, first, keys_, own_d_query_), d_fade_ = output(to.key_decay, first, keys_, own_d_fade_);
-    d_reader_ = kRemoves ? output(to.removal_key, first, keys_, own_d_reader_) : own_d_reader_;
-    d_writer_[0].key = output(to.k, first, keys_, d_writer_[0].own_key);
-    if constexpr (kRemoves) d_writer_[1].key = output(to.removal, first, keys_, d_writer_[1].own_key);
+    d_query_ = output(to.q, first, keys_, padded_d_query_), d_fade_ = output(to.key_decay, first, keys_, padded_d_fade_);
+    d_reader_ = kRemoves ? output(to.removal_key, first, keys_, padded_d_reader_) : padded_d_reader_;
+    d_writer_[0].key = output(to.k, first, keys_, d_writer_[0].padded_key);
+    if constexpr (kRemoves) d_writer_[1].key = output(to.removal, first, keys_, d_writer_[1].padded_key);
     const Side of_keys{query_, fade_, d_seen_query_, d_query_, d_fade_, d_total_};
     for_columns<Real, kNarrow>(keys_, [&](int64_t i, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
@@ -359,7 +361,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
       for (int n = 0; n < kWriters; ++n)
         for (int64_t s = 0; s < rows_; s += kTileRows) {
           const WriterGradients& d = d_writer_[n];
-          differentiate_writer<true, NV>(of_keys, {writer_[n].key, d.last, d.key, d.with_query, d.with_reader}, s, i);
+          differentiate_writer<true, NV>(of_keys, {writer_[n].key, d.key_at_end, d.key, d.with_query, d.with_reader}, s, i);
         }
     });
     for (int64_t t = 0; t < count_; ++t) {
@@ -371,12 +373,12 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
         }
       if (to.head_decay.data) to.head_decay[first + t] = sum_of(d_fade_[t], keys_);
     }
-    deliver(own_d_query_, keys_, to.q, first);
-    deliver(own_d_fade_, keys_, to.key_decay, first);
-    deliver(d_writer_[0].own_key, keys_, to.k, first);
+    deliver(padded_d_query_, keys_, to.q, first);
+    deliver(padded_d_fade_, keys_, to.key_decay, first);
+    deliver(d_writer_[0].padded_key, keys_, to.k, first);
     if constexpr (kRemoves) {
-      deliver(d_writer_[1].own_key, keys_, to.removal, first);
-      deliver(own_d_reader_, keys_, to.removal_key, first);
+      deliver(d_writer_[1].padded_key, keys_, to.removal, first);
+      deliver(padded_d_reader_, keys_, to.removal_key, first);
     }
   }
 };

@@ -39,8 +39,8 @@ class ForgetChunkForward : public ForgetChunk<Real, fades, erases> {
         load_values(in, {}, t);
         this->template fade_values<Pass::kForward>(constant(read_), read_, output(out, t, values_, read_));
       } else {
-        solve(in, t, output(retrieved, t, values_, own_error_));
-        if constexpr (kRetrieves) deliver(own_error_, values_, retrieved, t);
+        solve(in, t, output(retrieved, t, values_, padded_error_));
+        if constexpr (kRetrieves) deliver(padded_error_, values_, retrieved, t);
         add_reads(output(out, t, values_, read_));
       }
       deliver(read_, values_, out, t);
@@ -61,9 +61,9 @@ class ForgetChunkForward : public ForgetChunk<Real, fades, erases> {
   friend class ForgetTiles;
   using typename Base::Pass, typename Base::Writer;
   using Base::kPanel, Base::kRetrieves, Base::kRemoves, Base::kByHead, Base::kValuesFade, Base::kWriters;
-  using Base::count_, Base::keys_, Base::next_, Base::own_error_, Base::own_fade_, Base::own_query_, Base::own_reader_,
-      Base::own_value_, Base::own_value_fade_, Base::query_, Base::read_, Base::rows_, Base::seen_query_, Base::seen_reader_,
-      Base::state_, Base::total_, Base::values_, Base::writer_;
+  using Base::count_, Base::keys_, Base::next_, Base::padded_error_, Base::padded_fade_, Base::padded_query_,
+      Base::padded_reader_, Base::padded_value_, Base::padded_value_fade_, Base::query_, Base::read_, Base::rows_,
+      Base::seen_query_, Base::seen_reader_, Base::state_, Base::total_, Base::values_, Base::writer_;
   using Base::begin, Base::change_rows, Base::clear, Base::copy_in, Base::copy_out, Base::deliver,
       Base::expect, Base::fade_values, Base::fill, Base::input, Base::load_values, Base::output, Base::prepare,
       Base::rate_at, Base::score, Base::take_values, Base::whole_panels;
@@ -75,23 +75,23 @@ class ForgetChunkForward : public ForgetChunk<Real, fades, erases> {
   // A decoding step: the operations of a chunk of one token, in their order, without copies of the state.
   void forward_token(const In& in, Matrix<const Real> initial, const Stored<Real>& out, const Stored<Real>& retrieved,
                      Matrix<Real> final) {
-    const Real *query = token(in.q, keys_, own_query_), *reader = own_reader_[0], *fade = own_fade_[0];
-    const Real *key[kWriters] = {token(in.k, keys_, writer_[0].own_key)}, *given = token(in.v, values_, own_value_);
-    if constexpr (kValuesFade) token(in.value_decay, values_, own_value_fade_);
+    const Real *query = token(in.q, keys_, padded_query_), *reader = padded_reader_[0], *fade = padded_fade_[0];
+    const Real *key[kWriters] = {token(in.k, keys_, writer_[0].padded_key)}, *given = token(in.v, values_, padded_value_);
+    if constexpr (kValuesFade) token(in.value_decay, values_, padded_value_fade_);
     if (in.key_decay.data)
-      token(in.key_decay, keys_, own_fade_);
+      token(in.key_decay, keys_, padded_fade_);
     else
-      fill(own_fade_[0], keys_, in.head_decay[0]);
+      fill(padded_fade_[0], keys_, in.head_decay[0]);
     if constexpr (kRemoves) {
-      key[1] = token(in.removal, keys_, writer_[1].own_key);
-      token(in.removal_key, keys_, own_reader_);
+      key[1] = token(in.removal, keys_, writer_[1].padded_key);
+      token(in.removal_key, keys_, padded_reader_);
     }
     Vector<Real> with_query[kWriters] = {};
     for (int64_t i = 0; i < keys_; i += kLanes<Real>) {
       const Vector<Real> own = load(query + i), x = kByHead ? Real(1) - Vector<Real>{} : load(fade + i);
       for (int n = 0; n < kWriters; ++n) with_query[n] += own * load(key[n] + i);
       store(seen_query_[0] + i, own * x);
-      if constexpr (erases == Erases::kKey) store(own_reader_[0] + i, load(key[0] + i) * x);
+      if constexpr (erases == Erases::kKey) store(padded_reader_[0] + i, load(key[0] + i) * x);
     }
     const auto run_columns = [&](int64_t j, auto vectors, int64_t n) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
@@ -111,7 +111,7 @@ class ForgetChunkForward : public ForgetChunk<Real, fades, erases> {
         after.store_to(final.data + i * final.row_stride + j, n);
       };
       value[0].load_from(given + j, n);
-      if constexpr (kValuesFade) of_value.load_from(own_value_fade_[0] + j, n);
+      if constexpr (kValuesFade) of_value.load_from(padded_value_fade_[0] + j, n);
       if constexpr (!kRetrieves && !kValuesFade) value[0].scale(in.rate_at(0));
       RowSums<Real, NV, 1> read(keys_), found(keys_);
       Real* copied = state_.data;  // contiguous, unlike the rows of a state, which may all lie in a few sets of the cache
@@ -160,8 +160,8 @@ class ForgetChunkForward : public ForgetChunk<Real, fades, erases> {
   // The same for decays by head: products of tokens first, then their decays. Queries and keys are read as they are.
   void prepare_by_head(const In& in, int64_t first) {
     const Writer& w = writer_[0];
-    query_ = input(in.q, first, keys_, own_query_);
-    writer_[0].key = input(in.k, first, keys_, w.own_key);
+    query_ = input(in.q, first, keys_, padded_query_);
+    writer_[0].key = input(in.k, first, keys_, w.padded_key);
     std::memset(last_decay_, 0, sizeof last_decay_);
     Real so_far = 1;
     for (int64_t t = 0; t < rows_; ++t) {
@@ -195,7 +195,7 @@ class ForgetChunkForward : public ForgetChunk<Real, fades, erases> {
 
   // Turn values into sequential writes. Each depends on what the writes before it have left under the token's key.
   void solve(const In& in, int64_t first, Tokens<Real> error) {
-    const Tokens<const Real> given = input(in.v, first, values_, own_value_);
+    const Tokens<const Real> given = input(in.v, first, values_, padded_value_);
     for_columns<Real, kPanel>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
       constexpr int64_t width = NV * kLanes<Real>;

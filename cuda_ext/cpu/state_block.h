@@ -211,11 +211,11 @@ class StateBlock {
     }
   }
 
-  // f(i, w) changes row i; settle() as above. ahead.fetch(i) is called for every row. `last`: this is the last pass
+  // f(i, w) changes row i; settle() as above. ahead.fetch(i) is called for every row. `is_last`: this is the last pass
   // that changes rows.
   template <typename Fetch, typename F, typename S>
-  FWP_INLINE void change_rows(bool last, const Fetch& ahead, F f, S settle) {
-    const bool to_final = last && final_.data && columns == kWidth;
+  FWP_INLINE void change_rows(bool is_last, const Fetch& ahead, F f, S settle) {
+    const bool to_final = is_last && final_.data && columns == kWidth;
     Real* target = to_final ? final_.data : work_;
     const int64_t target_stride = to_final ? final_.row_stride : kWidth;
     for (int64_t begin = 0; begin < rows; begin += kSumRows) {

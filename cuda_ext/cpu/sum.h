@@ -17,7 +17,7 @@ struct SumScan {
   Tokens<Real> out;
 
   template <int T>
-  FWP_INLINE void run(int64_t t, bool last) {
+  FWP_INLINE void run(int64_t t, bool is_last) {
     Group<Real, NV> value[T];
     RowSums<Real, NV, T> read(block.rows);
     const Real *key[T], *query[T];
@@ -26,8 +26,8 @@ struct SumScan {
       query[s] = q[t + s];
       value[s].load_from(v[t + s], block.columns);
     }
-    const Ahead<Real, T, 4> ahead(!last && block.rows > kFewRows, t + kTokensAhead, q, k, v, out);
-    block.change_rows(last, ahead, [&](int64_t i, Group<Real, NV>& w) __attribute__((always_inline)) {
+    const Ahead<Real, T, 4> ahead(!is_last && block.rows > kFewRows, t + kTokensAhead, q, k, v, out);
+    block.change_rows(is_last, ahead, [&](int64_t i, Group<Real, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         w.add(key[s][i], value[s]);
         read.total[s].add(query[s][i], w);

@@ -21,7 +21,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using Turns = Relay<kRows, Pass::kMostTeams>;
 
   Brought d_out, value;  // value: the errors, if the rule erases
-  Matrices<const float> d_last;
+  Matrices<const float> d_final;
   float* d_initial;
   Output d_v, d_rate;
   StateGradients<kRows, kFades> gradients;  // G after each chunk
@@ -63,21 +63,21 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const int team = this->team();
     const OfTeam own = memory.of_teams[team];
     State g;
-    this->load(d_last, g);
+    this->load(d_final, g);
     if (!ends && team == 0) gradients.store(g, this->head() * this->chunks() + this->end() - 1, this->warp());
     this->put_starts({&this->query, &this->key, &d_out, &value, &this->rate, &this->decay}, memory.starts);
     const int chunks = int(this->end() - this->begin());
-    const int64_t last = this->end() - 1;
+    const int64_t last_chunk = this->end() - 1;
     Scalars next;
-    if (team < chunks) next = fill(memory.starts, own.stages[0], last - team);
+    if (team < chunks) next = fill(memory.starts, own.stages[0], last_chunk - team);
     for (int i = team, of_team = 0; i < chunks; i += this->teams, ++of_team) {
       const Stage chunk = own.stages[of_team];
       this->put_scalars(next, chunk);
       wait_copies<0>();
       // From here on, this chunk may be used and the other stage may be filled.
       memory.relay.wait_for_team(team);
-      if (kRates && of_team > 0) this->store_sums(d_rate, last - i + this->teams, own.d_rate);
-      if (i + this->teams < chunks) next = fill(memory.starts, own.stages[of_team + 1], last - i - this->teams);
+      if (kRates && of_team > 0) this->store_sums(d_rate, last_chunk - i + this->teams, own.d_rate);
+      if (i + this->teams < chunks) next = fill(memory.starts, own.stages[of_team + 1], last_chunk - i - this->teams);
       run_chunk(i, memory.starts[3], chunk, own, memory.relay, g);
     }
     if constexpr (kRates) {

@@ -42,7 +42,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
 
   Brought value;  // of a rule that erases, the errors if states are rebuilt
   Matrices<const float> initial;
-  float *last, *kept;  // kept: after each whole chunk, of a rule with decays
+  float *final, *kept;  // kept: after each whole chunk, of a rule with decays
   Output out;
   float* error;  // (heads, tokens, columns)
   float* ends;   // if given, only the ends of segments are computed: see store_ends()
@@ -170,7 +170,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     } else if (gives_results) {
       if (kFades && this->count(n) == kChunkTokens)
         this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
-      if (n + 1 == this->chunks()) this->store(state, last, this->head());
+      if (n + 1 == this->chunks()) this->store(state, final, this->head());
       if constexpr (!kFades) FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) read_scores(t, scores, write, read[t]);
       this->store_results(out, n, read, chunk.value);
     }

@@ -33,7 +33,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   Brought value_decay;  // z
   const Bfloat16* scores;
   Matrices<const float> initial;
-  float *last, *kept;  // kept: the state after each whole chunk; in reverse, the gradient of the state after each chunk
+  float *final, *kept;  // kept: the state after each whole chunk; in reverse, the gradient of the state after each chunk
   Output out;          // in reverse, d_V
   Output d_removed;    // D of a removal
   float* error;        // (heads, tokens, columns): E, or of a removal what y retrieves
@@ -148,35 +148,35 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   // What reads the state, what writes to it, or both. The warps share the numbers of a key.
   template <bool kReaders, bool kWriters>
   FWP_DEVICE void scale(const typename Pass::Tokens& tokens, const OfTeam& memory) const {
-    FWP_UNROLL_BY(1) for (int first = this->own_column(); first < kRows; first += this->block_columns()) {
+    FWP_UNROLL_BY(1) for (int column = this->own_column(); column < kRows; column += this->block_columns()) {
       KeySlice keys;
-      tokens.load_decays(first, keys);
+      tokens.load_decays(column, keys);
       const DecayProducts<kChunkTokens / kSpan> products(keys);
-      const int i = first + own_number();
+      const int i = column + own_number();
       KeyNumbers x;
       constexpr bool kOfQueries = kReverse ? kWriters : kReaders, kOfKeys = kReverse ? kReaders : kWriters;
       if constexpr (kOfQueries) {
-        tokens.query.load(first, x);
+        tokens.query.load(column, x);
         multiply(x, products.from_start);
         put_scaled_tokens<kQueryParts, kReverse && kAligned>(x, i, memory.query);
       }
       if constexpr (kOfKeys) {
-        tokens.load_keys(first, x);
+        tokens.load_keys(column, x);
         multiply(x, products.to_end);
         put_scaled_tokens<kKeyParts, !kReverse && kAligned>(x, i, memory.key);
       }
       if constexpr (kErases) {
-        tokens.key.load(first, x);
+        tokens.key.load(column, x);
         multiply(x, products.from_start);
         put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
       }
       if constexpr (kRemoves && kOfQueries) {
-        tokens.load_removal_keys(first, x);
+        tokens.load_removal_keys(column, x);
         multiply(x, DecayProducts<kChunkTokens / kSpan, true>(keys).from_start);
         put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
       }
       if constexpr (kRemoves && kOfKeys) {
-        tokens.removal.load(first, x);
+        tokens.removal.load(column, x);
         multiply(x, products.to_end);
         put_scaled_tokens<kRemovalParts, false>(x, i, memory.removal);
       }
@@ -270,10 +270,10 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     if (Pass::kHasSegments && ends && is_last) this->store_ends(state, ends);
     if constexpr (kReverse) {
       if (!is_last) this->store(state, kept, this->head() * this->chunks() + n - 1);
-      if (n == 0) this->store(state, last, this->head());
+      if (n == 0) this->store(state, final, this->head());
     } else {
       if (this->count(n) == kChunkTokens) this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
-      if (n + 1 == this->chunks()) this->store(state, last, this->head());
+      if (n + 1 == this->chunks()) this->store(state, final, this->head());
     }
   }
 

@@ -27,7 +27,7 @@ struct Kernels {
       return choose_chunk_keys<kRuleByKey>(size, call.type, gpu) ? Way::chunks_by_key : Way::scan;
     if constexpr (!kByKey) {
       const bool fits = kDecays || is_backward ? choose_chunks_backward<kErasesKey, kDecays>(size, gpu) : choose_chunks(size);
-      if (fits && (kDecays || !call.first)) return Way::chunks;  // without decays, they do not take documents
+      if (fits && (kDecays || !call.begins)) return Way::chunks;  // without decays, they do not take documents
     }
     return Way::scan;
   }
@@ -80,7 +80,7 @@ struct Kernels {
       Scan scan{};
       set_inputs(scan, call, in);
       scan.arrays.column(Scan::kValue) = in.v;
-      scan.last = matrices<Real>(to.state, call.size), scan.kept = matrices<Real>(to.kept, call.size);
+      scan.final = matrices<Real>(to.state, call.size), scan.kept = matrices<Real>(to.kept, call.size);
       scan.arrays.outputs[Scan::kOut] = to.out;
       if constexpr (kErases != Erases::kNothing) scan.arrays.outputs[Scan::kRetrieved] =
             Output{to.retrieved, state_type(call.type)};
@@ -110,7 +110,7 @@ struct Kernels {
       scan.arrays.outputs[Scan::kDWrite] = Output{memory.d_write, state_type(call.type)};
       if constexpr (Scan::kByValue) scan.arrays.outputs[Scan::kDValueDecay] = to.value_decay;
       scan.kept = matrices<Real>(more.kept, size);
-      scan.d_last = matrices<Real>(more.d_state, size), scan.d_first = matrices<Real>(to.state, size);
+      scan.d_final = matrices<Real>(more.d_state, size), scan.d_first = matrices<Real>(to.state, size);
       Target rows[Scan::Arrays::parts().row_outputs] = {to.q, to.k};
       if constexpr (kDecays) rows[Scan::kDDecay] = kByHead ? Target{memory.d_decay, state_type(call.type)} : to.key_decay;
       if constexpr (Scan::kRemoves) {

@@ -103,7 +103,7 @@ const char* launch_scan(Scan scan, const Gpu& gpu, void* stream) {
 
 inline ScanSize scan_size(const Call& call) {
   const Sizes& size = call.size;
-  return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv), call.first};
+  return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv), call.begins};
 }
 
 // A (B, H, Dk, Dv) array in the type of the computation.
@@ -219,7 +219,7 @@ const char* launch_backward(Scan scan, const BackwardPlan& by, const ScanMemory<
     });
     if (!error && by.part) error = launch_sums(sums, stream);
     if (error) return error;
-    scan.d_last = {carry.data, carry.head, carry.row, carry.column};
+    scan.d_final = {carry.data, carry.head, carry.row, carry.column};
     scan.end = scan.first;
   } while (scan.end > 0);
   return nullptr;

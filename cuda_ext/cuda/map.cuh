@@ -102,7 +102,7 @@ struct MapPass {
       const int64_t b = token / given.L, l = token % given.L;
       const T* const from = static_cast<const T*>(given.data) + b * given.batch + l * given.token;
       T* const d_from = kBackward ? to + token * given.W : nullptr;
-      for (int first = 0; first < rows; first += layout.threads / layout.lanes) use_vector(first + team(), b, l, from, d_from);
+      for (int row = 0; row < rows; row += layout.threads / layout.lanes) use_vector(row + team(), b, l, from, d_from);
       FWP_UNROLL for (int n = 0; n < kMostParts; ++n)
         if (n < given.parts) use_part(given.part[n], piece[n], b, l, from + begin[n], d_from + begin[n]);
     }

@@ -48,7 +48,7 @@ struct RecurrentForward {
   Plan plan;
   Arrays arrays;
   Matrices<const Real> initial;
-  Matrices<Real> last, kept;  // kept: one for each whole chunk of a head
+  Matrices<Real> final, kept;  // kept: one for each whole chunk of a head
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
@@ -68,7 +68,7 @@ struct RecurrentForward {
       const int64_t end = stage.first + stage.count;  // the end of a chunk is always the end of a stage
       if (end % kKeptEvery == 0) place.store(state, kept, place.head * (size.length / kKeptEvery) + end / kKeptEvery - 1);
     });
-    place.store(state, last, place.head);
+    place.store(state, final, place.head);
   }
 
  private:
@@ -141,7 +141,7 @@ struct RecurrentBackward {
   ScanSize size;
   Plan plan;
   Arrays arrays;
-  Matrices<const Real> initial, kept, d_last;
+  Matrices<const Real> initial, kept, d_final;
   Matrices<Real> d_first;  // the gradient of the state before token `first`
   int64_t first, end;      // the tokens of this launch; `first` starts a chunk
 
@@ -152,7 +152,7 @@ struct RecurrentBackward {
   FWP_DEVICE void run() const {
     const Place<Real, kRows, kColumns, Arrays> place(size, plan, arrays);
     Tile<Real, kRows, kColumns> g, state;
-    place.load(d_last, place.head, g);
+    place.load(d_final, place.head, g);
     Real* const states = place.own_memory() + place.thread / kWarp * (kWarp * kRows * kColumns * this->states(plan.stage));
     place.for_stages(
         count_stages(), [&](int64_t n) { return stage_at(n); },

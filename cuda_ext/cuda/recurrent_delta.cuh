@@ -56,9 +56,9 @@ struct RecurrentBlock {
       FWP_UNROLL for (int i = 0; i < kPiece; ++i) x[p * kPiece + i] = found.x[i];
     }
   }
-  FWP_DEVICE void load(const Real* from, int first, int row_step, int column_step, Real (&x)[kRows]) const {
+  FWP_DEVICE void load(const Real* from, int offset, int row_step, int column_step, Real (&x)[kRows]) const {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
-      x[r] = from && inside() && row(r) < d ? from[first + row(r) * row_step + column * column_step] : Real(0);
+      x[r] = from && inside() && row(r) < d ? from[offset + row(r) * row_step + column * column_step] : Real(0);
   }
   FWP_DEVICE void store(const Real (&x)[kRows], Real* to) const {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
@@ -194,8 +194,7 @@ struct RecurrentBackwardPass {
       return of.saved[block.token(t) * gates + (part == 5 ? 3 * d : part * d + i)];
     };
     Real m = Real(0);  // the gradient of o through later tokens
-    const int64_t last = (of.L - 1) / kRecurrentAhead * kRecurrentAhead;
-    block.bring(last, number);
+    block.bring((of.L - 1) / kRecurrentAhead * kRecurrentAhead, number);
     for (int64_t t = of.L - 1; t >= 0; --t) {
       if (t == of.L - 1 || (t + 1) % kRecurrentAhead == 0) {
         __syncthreads();

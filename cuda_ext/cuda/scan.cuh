@@ -201,7 +201,7 @@ struct Place {
   // Whether the thread has columns of a head, which may be beyond the last column.
   FWP_DEVICE bool is_there() const { return head < size.heads; }
   // Whether a document begins at this token.
-  FWP_DEVICE bool begins(const Real* token) const { return size.first && token[layout.begins()] != 0; }
+  FWP_DEVICE bool begins(const Real* token) const { return size.begins && token[layout.begins()] != 0; }
   // Clear the matrix there. The empty statement keeps this a branch, because a selection costs an instruction for each element.
   FWP_DEVICE void clear_if_begins(const Real* token, Tile<Real, kRows, kColumns>& matrix) const {
     if (!begins(token)) return;
@@ -274,7 +274,7 @@ struct Place {
     Asked asked;
     Stage before{0, 0, false};
     // The buffers of stage n, of the stage before it, and of the stage whose scalars are being loaded.
-    int at = 0, last = 0, filled = -1;
+    int at = 0, previous = 0, filled = -1;
     FWP_UNROLL_BY(1) for (int64_t n = -ahead; n <= stages; ++n) {
       const bool begun = n >= 0 && n < stages;
       if (begun) {
@@ -284,24 +284,24 @@ struct Place {
       if (filled >= 0) put_scalars(filled, asked);
       // From here on, stage n may be used and the buffer of the stage before it may be filled.
       __syncthreads();
-      filled = n + ahead >= stages ? -1 : n > 0 ? last : int(n) + ahead;
+      filled = n + ahead >= stages ? -1 : n > 0 ? previous : int(n) + ahead;
       if (filled >= 0) bring(filled, stage_at(n + ahead), asked);
       commit_copies();
-      write(last, before);
+      write(previous, before);
       if (!begun) continue;
       const auto stage = stage_at(n);
       use(at, stage);
       before = stage;
-      last = at;
+      previous = at;
       at = at == ahead ? 0 : at + 1;
     }
   }
 
  private:
-  // Sum x[0] to x[n - 1], the numbers of rows from `first` on, over all threads of a warp that have the same rows, then put the
+  // Sum x[0] to x[n - 1], the numbers of rows from `r` on, over all threads of a warp that have the same rows, then put the
   // sums. At each distance, each of two threads takes half of the numbers. The order is that of a binary tree over the columns.
   template <int n>
-  FWP_DEVICE void add_groups(Real (&x)[kRows], int first, int distance, Real* to) const {
+  FWP_DEVICE void add_groups(Real (&x)[kRows], int r, int distance, Real* to) const {
     const int end = plan.team_threads() < kWarp ? plan.team_threads() : kWarp;
     if constexpr (n > 1) {
       if (distance < end) {
@@ -310,18 +310,18 @@ struct Place {
           const Real given = second ? x[i] : x[i + n / 2], own = second ? x[i + n / 2] : x[i];
           x[i] = own + __shfl_xor_sync(0xffffffffu, given, distance);
         }
-        return add_groups<n / 2>(x, second ? first + n / 2 : first, 2 * distance, to);
+        return add_groups<n / 2>(x, second ? r + n / 2 : r, 2 * distance, to);
       }
       constexpr int together = n < kPiece ? n : kPiece;
       FWP_UNROLL for (int i = 0; i < n; i += together) {
         Numbers<Real, together> all;
         FWP_UNROLL for (int e = 0; e < together; ++e) all.x[e] = x[i + e];
-        *reinterpret_cast<Numbers<Real, together>*>(to + row(first + i)) = all;
+        *reinterpret_cast<Numbers<Real, together>*>(to + row(r + i)) = all;
       }
     } else {
       const bool has_first_column = (thread & (end - distance)) == 0;
       for (; distance < end; distance *= 2) x[0] += __shfl_xor_sync(0xffffffffu, x[0], distance);
-      if (has_first_column) to[row(first)] = x[0];
+      if (has_first_column) to[row(r)] = x[0];
     }
   }
 
@@ -333,9 +333,9 @@ struct Place {
   };
 
   static constexpr int kVectors = Arrays::parts().rows + Arrays::parts().columns;
-  // The position of a vector in a token, and the numbers that the block needs: from `first` on, with zeros from `limit` on.
+  // The position of a vector in a token, and the numbers that the block needs: from `column` on, with zeros from `limit` on.
   struct Vector {
-    int at, log_width, first, limit;
+    int at, log_width, column, limit;
   };
   FWP_DEVICE Vector vector(int i) const {
     const int column = i - Arrays::parts().rows;
@@ -378,7 +378,7 @@ struct Place {
   FWP_DEVICE void bring(int at, const Stage& stage, Asked& asked) const {
     if (!is_there()) return;
     FWP_UNROLL for (int i = 0; i < Arrays::kScalars; ++i) asked.x[i] = ask(arrays.scalars[i], stage);
-    asked.begins = size.first && worker < stage.count && size.first[batch * size.length + stage.first + worker];
+    asked.begins = size.begins && worker < stage.count && size.begins[batch * size.length + stage.first + worker];
     FWP_UNROLL_BY(1) for (int i = 0; i < kVectors; ++i) {
       const Source& from = arrays.vectors[i];
       const Vector to = vector(i);
@@ -394,7 +394,7 @@ struct Place {
   FWP_DEVICE void copy(const Source& from, const unsigned char* data, int count, const Vector& vector, Real* to) const {
     const int log_numbers = 4 - from.log_bytes;
     share(count, vector.log_width - log_numbers, [&](int s, int i) {
-      const int column = vector.first + (i << log_numbers);
+      const int column = vector.column + (i << log_numbers);
       const bool inside = column < vector.limit;
       const int64_t at = inside ? (s * from.token + column) << from.log_bytes : 0;
       copy_later(to + s * layout.size + (i << log_numbers), data + at, inside);
@@ -409,7 +409,7 @@ struct Place {
       Raw x[kAtOnce];
       FWP_UNROLL for (int n = 0; n < kAtOnce; ++n) {
         const int t = kAtOnce * s + n;
-        x[n] = raw(from, data, t * from.token + vector.first + i, t < count && vector.first + i < limit);
+        x[n] = raw(from, data, t * from.token + vector.column + i, t < count && vector.column + i < limit);
       }
       FWP_UNROLL for (int n = 0; n < kAtOnce; ++n)
         if (kAtOnce * s + n < count) to[(kAtOnce * s + n) * layout.size + i] = number_of(from.type, x[n]);
@@ -445,7 +445,7 @@ struct Place {
     if (!is_there() || worker >= plan.stage) return;
     Real* const to = token(at, worker);
     FWP_UNROLL for (int i = 0; i < Arrays::kScalars; ++i) to[layout.scalar(i)] = number_of(arrays.scalars[i].type, asked.x[i]);
-    if (size.first) to[layout.begins()] = asked.begins;
+    if (size.begins) to[layout.begins()] = asked.begins;
   }
 
   // Number `at`, as stored in memory, or zero.

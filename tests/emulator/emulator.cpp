@@ -185,9 +185,9 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   more.d_out = view(size.Dv, type), more.d_state = states(1);
   const Outputs out{target(size.Dv, type), states(1), const_cast<void*>(more.retrieved.data),
                     const_cast<void*>(more.kept), const_cast<void*>(more.segments)};
-  const std::unique_ptr<bool[]> first(new bool[size_t(size.B * size.L)]());
-  for (int64_t b = 0; b < size.B && size.L > 1; ++b) first[size_t(b * size.L + 1)] = true;
-  Call call{size, type, rule, documents ? first.get() : nullptr, nullptr, nullptr};
+  const std::unique_ptr<bool[]> begins(new bool[size_t(size.B * size.L)]());
+  for (int64_t b = 0; b < size.B && size.L > 1; ++b) begins[size_t(b * size.L + 1)] = true;
+  Call call{size, type, rule, documents ? begins.get() : nullptr, nullptr, nullptr};
   std::vector<unsigned char> workspace(emulator_workspace_bytes(&how, &call, true));
   call.workspace = workspace.data();
   const char* const error = emulator_forward(&how, &call, &in, &out);

@@ -167,9 +167,9 @@ struct SharedHeads {
     at::parallel_for(0, heads * parts, grain, [&](int64_t begin, int64_t end) {
       const auto memory = scratch<Real>(scratch_size);
       for (int64_t item = begin; item < end; ++item) {
-        const int64_t head = item / parts, part = item % parts, first = part * blocks / parts;
-        for (int64_t block = first; block < (part + 1) * blocks / parts; ++block)
-          f(head, part, block, block > first, memory.get());
+        const int64_t head = item / parts, part = item % parts, start = part * blocks / parts;
+        for (int64_t block = start; block < (part + 1) * blocks / parts; ++block)
+          f(head, part, block, block > start, memory.get());
       }
     });
   }
