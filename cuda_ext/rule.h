@@ -21,6 +21,8 @@
 //   P, A   the scores of tokens that read, q_t (F_ts * k_s), and that erase, k_t (F_ts * k_s)
 //   U      what is written, b E            D         the gradient of E
 //
+// Types of numbers: Real, that of the computation (float or double), and T, as stored, perhaps in half precision.
+//
 // The papers have beta for b, and for a: alpha (gated delta), g (gated), f (decay; z is theirs), w (RWKV-7).
 
 namespace fwp {
@@ -122,16 +124,16 @@ struct TokenSizes {
 struct RecurrentSizes : TokenSizes {
   constexpr int64_t gates() const { return 3 * d + 1; }
 };
-template <typename A>
+template <typename Real>
 struct RecurrentDeltaForward : RecurrentSizes {
-  const A *weights, *first_output, *x, *z;
-  A *memory, *out, *saved, *kept;  // memory: before the first token, replaced by that after the last
+  const Real *weights, *first_output, *x, *z;
+  Real *memory, *out, *saved, *kept;  // memory: before the first token, replaced by that after the last
 };
 // memory: after the last token; d_memory: its gradient, replaced by that of the memory before the first.
-template <typename A>
+template <typename Real>
 struct RecurrentDeltaBackward : RecurrentSizes {
-  const A *weights, *first_output, *memory, *out, *saved, *kept, *d_out;
-  A *d_x, *d_z, *d_memory, *d_first_output;
+  const Real *weights, *first_output, *memory, *out, *saved, *kept, *d_out;
+  Real *d_x, *d_z, *d_memory, *d_first_output;
 };
 
 }  // namespace fwp

@@ -36,7 +36,7 @@ struct Device {
     Target out = target(x.out);
     out.tokens_first = kTokensFirst;
     launch(x, false, [&](const Call& call, const Inputs& in) {
-      return forward(call, in, {out, memory(x.last), memory(x.retrieved), memory(x.kept), memory(x.segments)});
+      return forward(call, in, {out, memory(x.final), memory(x.retrieved), memory(x.kept), memory(x.segments)});
     });
   }
 
@@ -56,8 +56,8 @@ struct Device {
     const c10::DeviceGuard guard(x.in.q.device());
     const Tensor state = contiguous(x.state), first = contiguous(x.first);
     void* const stream = c10::cuda::getCurrentCUDAStream(x.in.q.device().index()).stream();
-    const bool* const starts = first.defined() ? first.const_data_ptr<bool>() : nullptr;
-    Call call{x.size, type_of(x.in.q.scalar_type()), x.rule, starts, nullptr, stream};
+    const bool* const begins = first.defined() ? first.const_data_ptr<bool>() : nullptr;
+    Call call{x.size, type_of(x.in.q.scalar_type()), x.rule, begins, nullptr, stream};
     // The workspace may be freed before the kernels have run: only later work of this stream gets its memory.
     const Tensor workspace = at::empty({int64_t(workspace_bytes(call, is_backward))}, x.in.q.options().dtype(at::kByte));
     call.workspace = memory(workspace);

@@ -126,7 +126,7 @@ struct Pass {
 
 struct ForwardPass : Pass {
   using Pass::Pass;
-  Tensor out, last;
+  Tensor out, final;
 };
 
 struct BackwardPass : Pass {
@@ -148,13 +148,13 @@ FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, cons
   ForwardPass pass(Device{}, given, v);
   const Sizes& size = pass.size;
   pass.out = Device::kTokensFirst ? pass.empty({size.B, size.L, size.H, size.Dv}).transpose(1, 2) : pass.empty(size.values());
-  pass.last = pass.empty_in_state_type(size.state());
+  pass.final = pass.empty_in_state_type(size.state());
   keeps |= !pass.taken.on_cpu();  // kernels on a GPU read what they keep
   if (keeps && given.retrieves()) pass.retrieved = pass.empty_in_state_type(size.values());
   if (keeps && given.keeps_states()) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
   pass.segments = pass.empty_in_state_type(pass.segments_sizes(Device::segments(pass)));
   Device::run(pass);
-  return {pass.out.to(q.scalar_type()), pass.last, or_nothing(pass.retrieved, pass.last), or_nothing(pass.kept, pass.last),
+  return {pass.out.to(q.scalar_type()), pass.final, or_nothing(pass.retrieved, pass.final), or_nothing(pass.kept, pass.final),
           pass.segments};
 }
 

@@ -26,9 +26,10 @@ struct RecurrentDeltaOperator {
     const Tensor out = at::empty({n.B, n.L, n.H, n.d}, x.options()), last = memory.clone();
     const Tensor saved = at::empty(keeps ? x.sizes() : at::IntArrayRef{0}, x.options());
     const Tensor kept = at::empty({n.B, n.H, keeps ? n.chunks() : 0, n.d, n.d}, x.options());
-    with_number(x, [&]<typename A>(A) {
-      Device::run(RecurrentDeltaForward<A>{n, data<A>(weights), data<A>(output), data<A>(x), data<A>(z), to<A>(last), to<A>(out),
-                                           keeps ? to<A>(saved) : nullptr, keeps ? to<A>(kept) : nullptr},
+    with_number(x, [&]<typename Real>(Real) {
+      Device::run(RecurrentDeltaForward<Real>{n, data<Real>(weights), data<Real>(output), data<Real>(x), data<Real>(z),
+                                              to<Real>(last), to<Real>(out), keeps ? to<Real>(saved) : nullptr,
+                                              keeps ? to<Real>(kept) : nullptr},
                   x.device());
     });
     return {out, last, saved, kept};
@@ -47,20 +48,20 @@ struct RecurrentDeltaOperator {
     check("kept", kept, {n.B, n.H, n.chunks(), n.d, n.d}, saved);
     const Tensor d_x = at::empty_like(saved), d_z = at::empty_like(out), d_memory = d_last.clone();
     const Tensor d_output = at::empty_like(output);
-    with_number(saved, [&]<typename A>(A) {
-      Device::run(RecurrentDeltaBackward<A>{n, data<A>(weights), data<A>(output), data<A>(last), data<A>(out), data<A>(saved),
-                                            data<A>(kept), data<A>(d_out), to<A>(d_x), to<A>(d_z), to<A>(d_memory),
-                                            to<A>(d_output)},
+    with_number(saved, [&]<typename Real>(Real) {
+      Device::run(RecurrentDeltaBackward<Real>{n, data<Real>(weights), data<Real>(output), data<Real>(last), data<Real>(out),
+                                               data<Real>(saved), data<Real>(kept), data<Real>(d_out), to<Real>(d_x),
+                                               to<Real>(d_z), to<Real>(d_memory), to<Real>(d_output)},
                   saved.device());
     });
     return {d_x, d_z, d_memory, d_output};
   }
 
  private:
-  template <typename A>
-  static const A* data(const Optional& x) { return x ? x->template const_data_ptr<A>() : nullptr; }
-  template <typename A>
-  static A* to(const Tensor& x) { return x.mutable_data_ptr<A>(); }
+  template <typename Real>
+  static const Real* data(const Optional& x) { return x ? x->template const_data_ptr<Real>() : nullptr; }
+  template <typename Real>
+  static Real* to(const Tensor& x) { return x.mutable_data_ptr<Real>(); }
   template <typename F>
   static void with_number(const Tensor& x, F f) { x.scalar_type() == at::kDouble ? f(double()) : f(float()); }
 

@@ -50,16 +50,16 @@ __attribute__((noinline)) inline void store_fewer(BFloat16* p, HalfWords x, int6
 }
 
 // The first n numbers at p, at most a vector, followed by zeros.
-template <typename A>
-FWP_INLINE Vector<A> read(const A* p, int64_t n) {
+template <typename Real>
+FWP_INLINE Vector<Real> read(const Real* p, int64_t n) {
   return load_part(p, n);
 }
 FWP_INLINE Vector<float> read(const BFloat16* p, int64_t n) {
   return same_bits<Vector<float>>(__builtin_convertvector(n >= kLanes<float> ? load_half(p) : load_fewer(p, n), Words) << 16);
 }
 
-template <typename A>
-FWP_INLINE void write(A* p, Vector<A> x, int64_t n) {
+template <typename Real>
+FWP_INLINE void write(Real* p, Vector<Real> x, int64_t n) {
   store_part(p, x, n);
 }
 // Rounded to the nearest, and of two to the even one; NaN stays NaN.
@@ -70,8 +70,8 @@ FWP_INLINE void write(BFloat16* p, Vector<float> x, int64_t n) {
   n >= kLanes<float> ? store_half(p, half) : store_fewer(p, half, n);
 }
 
-// One vector per token, as PyTorch has stored it: numbers of A or, if A is float, of bfloat16. `data` may be null.
-template <typename A>
+// One vector per token, as PyTorch has stored it: numbers of Real or, if that is float, of bfloat16. `data` may be null.
+template <typename Real>
 struct Stored {
   char* data = nullptr;
   int64_t stride = 0;  // in bytes
@@ -79,61 +79,61 @@ struct Stored {
 
   Stored() = default;
   Stored(char* data, int64_t stride, bool half) : data(data), stride(stride), half(half) {}
-  Stored(Tokens<A> x) : data(reinterpret_cast<char*>(x.data)), stride(x.stride * int64_t(sizeof(A))) {}
-  Stored(Tokens<const A> x) : Stored(Tokens<A>{const_cast<A*>(x.data), x.stride}) {}
+  Stored(Tokens<Real> x) : data(reinterpret_cast<char*>(x.data)), stride(x.stride * int64_t(sizeof(Real))) {}
+  Stored(Tokens<const Real> x) : Stored(Tokens<Real>{const_cast<Real*>(x.data), x.stride}) {}
 
-  int64_t item() const { return half ? sizeof(BFloat16) : sizeof(A); }
+  int64_t item() const { return half ? sizeof(BFloat16) : sizeof(Real); }
   Stored from(int64_t column) const { return {data ? data + column * item() : nullptr, stride, half}; }
   char* operator[](int64_t t) const { return data + t * stride; }
-  A* numbers(int64_t t) const { return reinterpret_cast<A*>(data + t * stride); }
-  Tokens<A> tokens_from(int64_t t) const { return {numbers(t), stride / int64_t(sizeof(A))}; }
+  Real* numbers(int64_t t) const { return reinterpret_cast<Real*>(data + t * stride); }
+  Tokens<Real> tokens_from(int64_t t) const { return {numbers(t), stride / int64_t(sizeof(Real))}; }
   BFloat16* halves(int64_t t) const { return reinterpret_cast<BFloat16*>(data + t * stride); }
 
   // Token t, zero-padded to whole vectors; and from such.
-  void read_to(A* to, int64_t t, int64_t columns) const {
-    if constexpr (std::is_same_v<A, float>)
+  void read_to(Real* to, int64_t t, int64_t columns) const {
+    if constexpr (std::is_same_v<Real, float>)
       if (half) return copy(halves(t), columns, to);
     copy(numbers(t), columns, to);
   }
-  void write_from(const A* from, int64_t t, int64_t columns) const {
-    if constexpr (std::is_same_v<A, float>)
+  void write_from(const Real* from, int64_t t, int64_t columns) const {
+    if constexpr (std::is_same_v<Real, float>)
       if (half) {
         BFloat16* const to = halves(t);
         int64_t i = 0;
-        for (; i + kLanes<A> <= columns; i += kLanes<A>) write(to + i, load(from + i), int64_t(kLanes<A>));
+        for (; i + kLanes<Real> <= columns; i += kLanes<Real>) write(to + i, load(from + i), int64_t(kLanes<Real>));
         if (i < columns) write(to + i, load(from + i), columns - i);
         return;
       }
-    std::memcpy(numbers(t), from, columns * sizeof(A));
+    std::memcpy(numbers(t), from, columns * sizeof(Real));
   }
 
  private:
   template <typename T>
-  static void copy(const T* from, int64_t columns, A* to) {
+  static void copy(const T* from, int64_t columns, Real* to) {
     int64_t i = 0;
-    for (; i + kLanes<A> <= columns; i += kLanes<A>) store(to + i, read(from + i, int64_t(kLanes<A>)));
+    for (; i + kLanes<Real> <= columns; i += kLanes<Real>) store(to + i, read(from + i, int64_t(kLanes<Real>)));
     if (i < columns) store(to + i, read(from + i, columns - i));
   }
 };
 
 // The next kCount tokens, whose lines are fetched kColumns columns at a time. Without it passes over tokens outside of the
 // second-level cache took a fifth longer.
-template <typename A, int64_t kCount, int64_t kColumns>
+template <typename Real, int64_t kCount, int64_t kColumns>
 struct NextTokens {
   static constexpr int kKinds = 14;
   const char* tokens[kKinds];
   int64_t strides[kKinds], bytes[kKinds];
   int kinds = 0;
 
-  void add(const Stored<A>& x, int64_t first, int64_t columns) {
+  void add(const Stored<Real>& x, int64_t first, int64_t columns) {
     if (x.data && first >= 0) tokens[kinds] = x[first], strides[kinds] = x.stride, bytes[kinds++] = columns * x.item();
   }
   // The lines of some columns of token t.
   FWP_INLINE void fetch(int64_t t, int64_t column) const {
     if (t < kCount)
       for (int n = 0; n < kinds; ++n)
-        FWP_UNROLL for (int64_t j = 0; j < kColumns * int64_t(sizeof(A)); j += kLineBytes)
-          if (const int64_t at = column * int64_t(sizeof(A)) + j; at < bytes[n])
+        FWP_UNROLL for (int64_t j = 0; j < kColumns * int64_t(sizeof(Real)); j += kLineBytes)
+          if (const int64_t at = column * int64_t(sizeof(Real)) + j; at < bytes[n])
             __builtin_prefetch(tokens[n] + t * strides[n] + at);
   }
 };

@@ -24,31 +24,31 @@ inline int64_t short_tokens(int64_t keys, int64_t values) {
 
 // One head of `length` tokens. Inputs that are read more than once are copied to scratch, zero-padded to whole vectors
 // and tiles.
-template <typename A>
+template <typename Real>
 class DeltaShort {
  public:
-  using Number = A;
+  using Number = Real;
   const int64_t length, keys, values;
 
-  DeltaShort(int64_t length, int64_t keys, int64_t values, A* scratch)
+  DeltaShort(int64_t length, int64_t keys, int64_t values, Real* scratch)
       : length(length), keys(keys), values(values), free_(scratch) {
     const int64_t tokens = round_up(length, kTileRows);
-    for (Tokens<A>* x : {&key_, &query_, &d_key_}) *x = take<A>(free_, tokens, keys);
-    for (Tokens<A>* x : {&write_, &d_out_, &d_value_}) *x = take<A>(free_, tokens, values);
-    for (Tokens<A>* x : {&key_products_, &scores_, &d_key_products_, &d_scores_}) *x = take<A>(free_, tokens, tokens);
-    d_state_ = take<A>(free_, round_up(keys, kTileRows), values);
+    for (Tokens<Real>* x : {&key_, &query_, &d_key_}) *x = take<Real>(free_, tokens, keys);
+    for (Tokens<Real>* x : {&write_, &d_out_, &d_value_}) *x = take<Real>(free_, tokens, values);
+    for (Tokens<Real>* x : {&key_products_, &scores_, &d_key_products_, &d_scores_}) *x = take<Real>(free_, tokens, tokens);
+    d_state_ = take<Real>(free_, round_up(keys, kTileRows), values);
   }
 
   static int64_t scratch_size(int64_t length, int64_t keys, int64_t values) {
     const int64_t tokens = round_up(length, kTileRows);
-    return tokens * (3 * padded<A>(keys) + 3 * padded<A>(values) + 4 * padded<A>(tokens)) +
-           round_up(keys, kTileRows) * padded<A>(values);
+    return tokens * (3 * padded<Real>(keys) + 3 * padded<Real>(values) + 4 * padded<Real>(tokens)) +
+           round_up(keys, kTileRows) * padded<Real>(values);
   }
 
-  void forward(Tokens<const A> q, Tokens<const A> k, Tokens<const A> v, Rates<const A> rate, Tokens<A> out,
-               Tokens<A> error, Tokens<A> state) {
+  void forward(Tokens<const Real> q, Tokens<const Real> k, Tokens<const Real> v, Rates<const Real> rate, Tokens<Real> out,
+               Tokens<Real> error, Tokens<Real> state) {
     multiply_keys(q, k);
-    for_panels<A>(values, [&](int64_t j, auto vectors) {
+    for_panels<Real>(values, [&](int64_t j, auto vectors) {
       for (int64_t t = 0; t < length; t += kTileRows) {
         write<vectors.value>(t, j, v, rate, error);
         read<vectors.value>(t, j, out);
@@ -58,28 +58,29 @@ class DeltaShort {
   }
 
   // The state after the last token, from the errors, bit-identical to that of the forward pass.
-  void rebuild_state(Tokens<const A> k, Rates<const A> rate, Tokens<const A> error, Tokens<A> state) {
+  void rebuild_state(Tokens<const Real> k, Rates<const Real> rate, Tokens<const Real> error, Tokens<Real> state) {
     copy(k, length, keys, key_);
     rebuild_writes(rate, error);
     multiply_transposed(key_, write_, length, keys, values, state);
   }
 
   // d_state.data may be null. d_rate must contain zeros.
-  void backward(Tokens<const A> q, Tokens<const A> k, Rates<const A> rate, Tokens<const A> error, Tokens<const A> d_out,
-                Tokens<const A> d_state, Tokens<A> d_q, Tokens<A> d_k, Tokens<A> d_v, Rates<A> d_rate) {
+  void backward(Tokens<const Real> q, Tokens<const Real> k, Rates<const Real> rate, Tokens<const Real> error,
+                Tokens<const Real> d_out, Tokens<const Real> d_state, Tokens<Real> d_q, Tokens<Real> d_k, Tokens<Real> d_v,
+                Rates<Real> d_rate) {
     multiply_keys(q, k);
     rebuild_writes(rate, error);
     copy(d_out, length, values, d_out_);
     if (d_state.data) copy(d_state, keys, values, d_state_);
     const int64_t last = (length - 1) / kTileRows * kTileRows;
-    for_panels<A>(values, [&](int64_t j, auto vectors) {
+    for_panels<Real>(values, [&](int64_t j, auto vectors) {
       for (int64_t t = last; t >= 0; t -= kTileRows)
         differentiate_values<vectors.value>(t, j, rate, error, d_state.data, d_v, d_rate);
     });
     multiply_lower(d_out_, write_, values, d_scores_);
     multiply_lower(d_value_, write_, values, d_key_products_);
     if (d_state.data) multiply_rows(constant(write_), d_state_, length, keys, values, d_key_);
-    for_panels<A>(keys, [&](int64_t j, auto vectors) {
+    for_panels<Real>(keys, [&](int64_t j, auto vectors) {
       for (int64_t t = 0; t < length; t += kTileRows) {
         differentiate_queries<vectors.value>(t, j, d_q);
         differentiate_keys<vectors.value>(t, j, d_state.data, d_k);
@@ -88,38 +89,38 @@ class DeltaShort {
   }
 
  private:
-  A* free_;
-  Tokens<A> key_, query_, d_key_, write_, d_out_, d_value_, d_state_;
-  Tokens<A> key_products_, scores_, d_key_products_, d_scores_;
+  Real* free_;
+  Tokens<Real> key_, query_, d_key_, write_, d_out_, d_value_, d_state_;
+  Tokens<Real> key_products_, scores_, d_key_products_, d_scores_;
 
   // product[t][s] = x_t . y_s for s <= t. Tiles on the diagonal also contain values for s > t, which are never read.
-  void multiply_lower(Tokens<A> x, Tokens<A> y, int64_t width, Tokens<A> product) {
+  void multiply_lower(Tokens<Real> x, Tokens<Real> y, int64_t width, Tokens<Real> product) {
     for (int64_t t = 0; t < length; t += kTileRows)
       for (int64_t s = 0; s < t + kTileRows; s += kTileVectors)
-        multiply_tile<A>(constant(from_row(x, t)), constant(from_row(y, s)), width, product[t] + s, product.stride);
+        multiply_tile<Real>(constant(from_row(x, t)), constant(from_row(y, s)), width, product[t] + s, product.stride);
   }
 
-  void multiply_keys(Tokens<const A> q, Tokens<const A> k) {
+  void multiply_keys(Tokens<const Real> q, Tokens<const Real> k) {
     copy(q, length, keys, query_);
     copy(k, length, keys, key_);
     multiply_lower(key_, key_, keys, key_products_);
     multiply_lower(query_, key_, keys, scores_);
   }
 
-  void rebuild_writes(Rates<const A> rate, Tokens<const A> error) {
+  void rebuild_writes(Rates<const Real> rate, Tokens<const Real> error) {
     copy(error, length, values, write_);
     for (int64_t t = 0; t < length; ++t)
-      for (int64_t j = 0; j < values; j += kLanes<A>) store(write_[t] + j, rate[t] * load(write_[t] + j));
+      for (int64_t j = 0; j < values; j += kLanes<Real>) store(write_[t] + j, rate[t] * load(write_[t] + j));
   }
 
   template <int NV>
-  void write(int64_t t, int64_t j, Tokens<const A> v, Rates<const A> rate, Tokens<A> error) {
-    const Tokens<A> product = from_row(key_products_, t);
-    Tile<A, NV> e;
+  void write(int64_t t, int64_t j, Tokens<const Real> v, Rates<const Real> rate, Tokens<Real> error) {
+    const Tokens<Real> product = from_row(key_products_, t);
+    Tile<Real, NV> e;
     FWP_UNROLL for (int r = 0; r < kTileRows; ++r) e.row[r].load_from(v[std::min(t + r, length - 1)] + j, values - j);
     e.template add<true>(0, t, constant(write_, j),
                          [&](int64_t s, int r) __attribute__((always_inline)) { return product[r][s]; });
-    Tile<A, NV> u;
+    Tile<Real, NV> u;
     FWP_UNROLL for (int r = 0; r < kTileRows; ++r) {
       FWP_UNROLL for (int m = 0; m < kTileRows; ++m)
         if (m < r) e.row[r].subtract(product[r][t + m], u.row[m]);
@@ -127,13 +128,13 @@ class DeltaShort {
       u.row[r].scale(rate[std::min(t + r, length - 1)]);
     }
     e.store_to(from_row(error, t).from(j), length - t, values - j);
-    u.store_to(from_row(write_, t).from(j), kTileRows, NV * kLanes<A>);
+    u.store_to(from_row(write_, t).from(j), kTileRows, NV * kLanes<Real>);
   }
 
   template <int NV>
-  void read(int64_t t, int64_t j, Tokens<A> out) {
-    const Tokens<A> score = from_row(scores_, t);
-    Tile<A, NV> sum;
+  void read(int64_t t, int64_t j, Tokens<Real> out) {
+    const Tokens<Real> score = from_row(scores_, t);
+    Tile<Real, NV> sum;
     sum.clear();
     add_until<NV>(sum, t, score, constant(write_, j));
     sum.store_to(from_row(out, t).from(j), length - t, values - j);
@@ -141,11 +142,11 @@ class DeltaShort {
 
   // row[r] += the sum of factor[r][s] x_s over s <= t + r.
   template <int NV>
-  FWP_INLINE void add_until(Tile<A, NV>& sum, int64_t t, Tokens<A> factor, Tokens<const A> x) {
+  FWP_INLINE void add_until(Tile<Real, NV>& sum, int64_t t, Tokens<Real> factor, Tokens<const Real> x) {
     sum.add(0, t, x, [&](int64_t s, int r) __attribute__((always_inline)) { return factor[r][s]; });
     FWP_UNROLL for (int m = 0; m < kTileRows; ++m) {
-      Group<A, NV> other;
-      other.load_from(x[t + m], NV * kLanes<A>);
+      Group<Real, NV> other;
+      other.load_from(x[t + m], NV * kLanes<Real>);
       FWP_UNROLL for (int r = 0; r < kTileRows; ++r)
         if (m <= r) sum.row[r].add(factor[r][t + m], other);
     }
@@ -153,11 +154,11 @@ class DeltaShort {
 
   // row[r] += the sum of factor[s][t + r] x_s over s >= t + r. With `subtract`: -= the sum over s > t + r.
   template <bool subtract, int NV>
-  FWP_INLINE void add_from(Tile<A, NV>& sum, int64_t t, Tokens<A> factor, Tokens<const A> x) {
+  FWP_INLINE void add_from(Tile<Real, NV>& sum, int64_t t, Tokens<Real> factor, Tokens<const Real> x) {
     FWP_UNROLL for (int m = 0; m < kTileRows; ++m) {
       if (t + m >= length) break;
-      Group<A, NV> other;
-      other.load_from(x[t + m], NV * kLanes<A>);
+      Group<Real, NV> other;
+      other.load_from(x[t + m], NV * kLanes<Real>);
       FWP_UNROLL for (int r = 0; r < kTileRows; ++r) {
         if (subtract && m > r) sum.row[r].subtract(factor[t + m][t + r], other);
         if (!subtract && m >= r) sum.row[r].add(factor[t + m][t + r], other);
@@ -169,16 +170,16 @@ class DeltaShort {
   }
 
   template <int NV>
-  void differentiate_values(int64_t t, int64_t j, Rates<const A> rate, Tokens<const A> error, bool from_state,
-                                       Tokens<A> d_v, Rates<A> d_rate) {
-    Tile<A, NV> d_write, d_value;
+  void differentiate_values(int64_t t, int64_t j, Rates<const Real> rate, Tokens<const Real> error, bool from_state,
+                                       Tokens<Real> d_v, Rates<Real> d_rate) {
+    Tile<Real, NV> d_write, d_value;
     d_write.clear();
     if (from_state)
       d_write.add_in_parts(keys, constant(d_state_, j),
                            [&](int64_t i, int r) __attribute__((always_inline)) { return key_[t + r][i]; });
     // In reverse order of tiles. Tokens of this tile run one after the other, because each needs the d_value of all
     // later ones.
-    const Tokens<const A> d_out = constant(d_out_, j), later = constant(d_value_, j);
+    const Tokens<const Real> d_out = constant(d_out_, j), later = constant(d_value_, j);
     d_write.add(t + kTileRows, length, d_out,
                 [&](int64_t s, int r) __attribute__((always_inline)) { return scores_[s][t + r]; });
     d_write.template add<true>(t + kTileRows, length, later, [&](int64_t s, int r) __attribute__((always_inline)) {
@@ -188,44 +189,44 @@ class DeltaShort {
       if (t + r >= length) continue;
       FWP_UNROLL for (int m = kTileRows - 1; m >= 0; --m) {
         if (m < r || t + m >= length) continue;
-        Group<A, NV> read;
-        read.load_from(d_out[t + m], NV * kLanes<A>);
+        Group<Real, NV> read;
+        read.load_from(d_out[t + m], NV * kLanes<Real>);
         d_write.row[r].add(scores_[t + m][t + r], read);
         if (m > r) d_write.row[r].subtract(key_products_[t + m][t + r], d_value.row[m]);
       }
       d_value.row[r] = d_write.row[r];
       d_value.row[r].scale(rate[t + r]);
-      d_value.row[r].store_to(d_value_[t + r] + j, NV * kLanes<A>);
+      d_value.row[r].store_to(d_value_[t + r] + j, NV * kLanes<Real>);
       d_value.row[r].store_to(d_v[t + r] + j, values - j);
-      Group<A, NV> e;
+      Group<Real, NV> e;
       e.load_from(error[t + r] + j, values - j);
-      Vector<A> sum = {};
+      Vector<Real> sum = {};
       FWP_UNROLL for (int n = 0; n < NV; ++n) sum += e.x[n] * d_write.row[r].x[n];
-      d_rate[t + r] += sum_lanes<A>(sum);
+      d_rate[t + r] += sum_lanes<Real>(sum);
     }
   }
 
   template <int NV>
-  void differentiate_queries(int64_t t, int64_t j, Tokens<A> d_q) {
-    Tile<A, NV> sum;
+  void differentiate_queries(int64_t t, int64_t j, Tokens<Real> d_q) {
+    Tile<Real, NV> sum;
     sum.clear();
     add_until<NV>(sum, t, from_row(d_scores_, t), constant(key_, j));
     sum.store_to(from_row(d_q, t).from(j), length - t, keys - j);
   }
 
   template <int NV>
-  void differentiate_keys(int64_t t, int64_t j, bool from_state, Tokens<A> d_k) {
-    Tile<A, NV> sum;
+  void differentiate_keys(int64_t t, int64_t j, bool from_state, Tokens<Real> d_k) {
+    Tile<Real, NV> sum;
     sum.clear();
     if (from_state) {
-      FWP_UNROLL for (int r = 0; r < kTileRows; ++r) sum.row[r].load_from(d_key_[t + r] + j, NV * kLanes<A>);
+      FWP_UNROLL for (int r = 0; r < kTileRows; ++r) sum.row[r].load_from(d_key_[t + r] + j, NV * kLanes<Real>);
     }
-    const Tokens<A> product = from_row(d_key_products_, t);
-    const Tokens<const A> key = constant(key_, j);
+    const Tokens<Real> product = from_row(d_key_products_, t);
+    const Tokens<const Real> key = constant(key_, j);
     sum.template add<true>(0, t, key, [&](int64_t s, int r) __attribute__((always_inline)) { return product[r][s]; });
     FWP_UNROLL for (int m = 0; m < kTileRows; ++m) {
-      Group<A, NV> other;
-      other.load_from(key[t + m], NV * kLanes<A>);
+      Group<Real, NV> other;
+      other.load_from(key[t + m], NV * kLanes<Real>);
       FWP_UNROLL for (int r = 0; r < kTileRows; ++r)
         if (m < r) sum.row[r].subtract(product[r][t + m], other);
     }

@@ -28,34 +28,34 @@ constexpr int64_t kChunkTokens = 16;
 static_assert(kKeptEvery % kChunkTokens == 0);
 
 // Call f(first column, vectors) for panels of columns. The last may reach into the padding.
-template <typename A, int vectors, typename F>
+template <typename Real, int vectors, typename F>
 FWP_INLINE void for_columns(int64_t columns, F f) {
-  for (int64_t j = 0; j < columns; j += vectors * kLanes<A>) f(j, std::integral_constant<int, vectors>{});
+  for (int64_t j = 0; j < columns; j += vectors * kLanes<Real>) f(j, std::integral_constant<int, vectors>{});
 }
-template <typename A, int NV>
-FWP_INLINE void multiply(Group<A, NV>& x, const Group<A, NV>& factor) {
+template <typename Real, int NV>
+FWP_INLINE void multiply(Group<Real, NV>& x, const Group<Real, NV>& factor) {
   FWP_UNROLL for (int n = 0; n < NV; ++n) x.x[n] *= factor.x[n];
 }
 // From N_{t-1,s} to N_ts for four s, of which `earlier` are before t; key and decay of token t.
-template <int earlier, typename A, int NV>
-FWP_INLINE void advance(const A* key, const A* decay, Group<A, NV> (&faded)[kTileRows]) {
+template <int earlier, typename Real, int NV>
+FWP_INLINE void advance(const Real* key, const Real* decay, Group<Real, NV> (&faded)[kTileRows]) {
   if constexpr (earlier > 0) {
-    Group<A, NV> fade;
-    fade.load_from(decay, NV * kLanes<A>);
+    Group<Real, NV> fade;
+    fade.load_from(decay, NV * kLanes<Real>);
     FWP_UNROLL for (int m = 0; m < earlier; ++m) multiply(faded[m], fade);
   }
-  if constexpr (earlier < kTileRows) faded[earlier].load_from(key, NV * kLanes<A>);
+  if constexpr (earlier < kTileRows) faded[earlier].load_from(key, NV * kLanes<Real>);
 }
 
 // What both passes over one head need: keys, decays, the writers of a chunk and the change of the state. All arrays of a chunk
 // are in scratch, zero-padded. `values` may be some of the columns of W.
-template <typename A, Fades fades, Erases erases>
+template <typename Real, Fades fades, Erases erases>
 class ForgetChunk {
  public:
-  using Number = A;
-  using In = ForgetTokens<A, Stored<A>>;
+  using Number = Real;
+  using In = ForgetTokens<Real, Stored<Real>>;
   static constexpr int kPanel = 2;  // vectors of columns that are processed together
-  static constexpr int64_t kColumns = kPanel * kLanes<A>;
+  static constexpr int64_t kColumns = kPanel * kLanes<Real>;
   static constexpr bool kRetrieves = erases != Erases::kNothing, kRemoves = erases == Erases::kRemoval;
   static constexpr bool kByHead = fades == Fades::kHead, kValuesFade = fades == Fades::kKeyAndValue;
   static_assert(!kRetrieves || !kValuesFade);
@@ -64,9 +64,9 @@ class ForgetChunk {
   template <Fades, Erases>
   friend class ForgetTiles;
   struct Writer {
-    Tokens<const A> key;                // n_s
-    Tokens<A> own_key, last, value;     // N_Cs, m_s
-    Tokens<A> with_query, with_reader;  // P and A: q_t . N_ts and y_t . N_{t-1,s}
+    Tokens<const Real> key;                      // n_s
+    Tokens<Real> padded_key, key_at_end, value;  // N_Cs, m_s
+    Tokens<Real> with_query, with_reader;        // P and A: q_t . N_ts and y_t . N_{t-1,s}
   };
   static constexpr int kWriters = kRemoves ? 2 : 1;
   // Vectors of columns that are processed together if two kinds of sums need registers.
@@ -75,72 +75,76 @@ class ForgetChunk {
 
   const int64_t keys_, values_;
   int64_t count_ = 0, rows_ = 0;                // tokens of the chunk, and in groups: the others do nothing
-  Tokens<A> state_;                             // W
-  Tokens<const A> query_, reader_, fade_;       // q_t, y_t, a_t
-  Tokens<const A> error_, value_fade_;          // v_t, or v_t - r_t of a rule that erases with its key; z_t
-  Tokens<A> seen_query_, seen_reader_;          // q_t * c_t and y_t * c_{t-1}
-  Tokens<A> read_;                              // (q_t * c_t) W
+  Tokens<Real> state_;                          // W
+  Tokens<const Real> query_, reader_, fade_;    // q_t, y_t, a_t
+  Tokens<const Real> error_, value_fade_;       // v_t, or v_t - r_t of a rule that erases with its key; z_t
+  Tokens<Real> seen_query_, seen_reader_;       // q_t * c_t and y_t * c_{t-1}
+  Tokens<Real> read_;                           // (q_t * c_t) W
   Writer writer_[kWriters];
-  Tokens<A> total_, total_of_value_;            // F_C in the first row (see see_group()), and Z_C
+  Tokens<Real> total_, total_of_value_;         // c_C in the first row (see see_group()), and Z_C
   // Memory for tokens that are not whole vectors, or not a whole chunk.
-  Tokens<A> own_query_, own_reader_, own_fade_, own_value_, own_error_, own_value_fade_;
-  NextTokens<A, kChunkTokens, kColumns> next_;  // a panel at a time while states change
-  A* scratch_;                                  // what is left of it
+  Tokens<Real> padded_query_, padded_reader_, padded_fade_, padded_value_, padded_error_, padded_value_fade_;
+  NextTokens<Real, kChunkTokens, kColumns> next_;  // a panel at a time while states change
+  Real* scratch_;                                  // what is left of it
 
-  ForgetChunk(int64_t keys, int64_t values, A* scratch) : keys_(keys), values_(values), scratch_(scratch) {
+  ForgetChunk(int64_t keys, int64_t values, Real* scratch) : keys_(keys), values_(values), scratch_(scratch) {
     state_ = take_rows(state_rows(keys), values);
-    for (Tokens<A>* x : {&own_query_, &own_reader_, &own_fade_, &seen_query_, &seen_reader_, &total_}) *x = take_keys();
-    for (Tokens<A>* x : {&own_value_, &own_error_, &own_value_fade_, &read_}) *x = take_values();
+    for (Tokens<Real>* x : {&padded_query_, &padded_reader_, &padded_fade_, &seen_query_, &seen_reader_, &total_})
+      *x = take_keys();
+    for (Tokens<Real>* x : {&padded_value_, &padded_error_, &padded_value_fade_, &read_}) *x = take_values();
     for (Writer& w : writer_) {
-      w.own_key = take_keys(), w.last = take_keys(), w.value = take_values();
+      w.padded_key = take_keys(), w.key_at_end = take_keys(), w.value = take_values();
       w.with_query = take_rows(kChunkTokens, kChunkTokens), w.with_reader = take_rows(kChunkTokens, kChunkTokens);
     }
     total_of_value_ = take_rows(1, values);
     if (!scratch) return;
     // The padding of tokens in scratch stays zero.
     if (!whole_panels(keys))
-      for (const Tokens<A>& x : {own_query_, own_reader_, own_fade_, writer_[0].own_key, writer_[kWriters - 1].own_key})
+      for (const Tokens<Real>& x : {padded_query_, padded_reader_, padded_fade_, writer_[0].padded_key,
+                                    writer_[kWriters - 1].padded_key})
         clear(x, kChunkTokens);
     if (!whole_panels(values))
-      for (const Tokens<A>& x : {own_value_, own_value_fade_}) clear(x, kChunkTokens);
+      for (const Tokens<Real>& x : {padded_value_, padded_value_fade_}) clear(x, kChunkTokens);
   }
-  Tokens<A> take_rows(int64_t rows, int64_t columns) { return take(scratch_, rows, columns); }
-  Tokens<A> take_keys() { return take_rows(kChunkTokens, keys_); }
-  Tokens<A> take_values() { return take_rows(kChunkTokens, values_); }
+  Tokens<Real> take_rows(int64_t rows, int64_t columns) { return take(scratch_, rows, columns); }
+  Tokens<Real> take_keys() { return take_rows(kChunkTokens, keys_); }
+  Tokens<Real> take_values() { return take_rows(kChunkTokens, values_); }
   int64_t taken() const { return numbers_taken(scratch_); }
 
-  static int64_t state_rows(int64_t keys) { return round_up(keys, std::max(kLanes<A>, kTileRows)); }
-  static void clear(Tokens<A> x, int64_t rows) { std::memset(x.data, 0, rows * x.stride * sizeof(A)); }
+  static int64_t state_rows(int64_t keys) { return round_up(keys, std::max(kLanes<Real>, kTileRows)); }
+  static void clear(Tokens<Real> x, int64_t rows) { std::memset(x.data, 0, rows * x.stride * sizeof(Real)); }
 
-  void copy_in(Matrix<const A> from, Tokens<A> to) const {
-    if (from.column_stride == 1) return copy(Tokens<const A>{from.data, from.row_stride}, keys_, values_, to);
+  void copy_in(Matrix<const Real> from, Tokens<Real> to) const {
+    if (from.column_stride == 1) return copy(Tokens<const Real>{from.data, from.row_stride}, keys_, values_, to);
     clear(to, round_up(keys_, kTileRows));
-    copy_matrix(from, keys_, values_, Matrix<A>{to.data, to.stride, 1});
+    copy_matrix(from, keys_, values_, Matrix<Real>{to.data, to.stride, 1});
   }
-  void copy_out(Tokens<A> from, Matrix<A> to) const {
+  void copy_out(Tokens<Real> from, Matrix<Real> to) const {
     if (to.data) copy_matrix({from.data, from.stride, 1}, keys_, values_, to);
   }
 
-  static bool whole_panels(int64_t columns) { return columns % (kPanel * kLanes<A>) == 0; }
-  bool in_place(const Stored<A>& x, int64_t columns) const { return !x.half && count_ == kChunkTokens && whole_panels(columns); }
+  static bool whole_panels(int64_t columns) { return columns % (kPanel * kLanes<Real>) == 0; }
+  bool in_place(const Stored<Real>& x, int64_t columns) const {
+    return !x.half && count_ == kChunkTokens && whole_panels(columns);
+  }
   // The chunk's tokens of x, zero-padded.
-  Tokens<const A> input(const Stored<A>& x, int64_t first, int64_t columns, Tokens<A> own) const {
+  Tokens<const Real> input(const Stored<Real>& x, int64_t first, int64_t columns, Tokens<Real> padded) const {
     if (in_place(x, columns)) return constant(x.tokens_from(first));
-    if (count_ < kChunkTokens) clear(own, kChunkTokens);
-    for (int64_t t = 0; t < count_; ++t) x.read_to(own[t], first + t, columns);
-    return constant(own);
+    if (count_ < kChunkTokens) clear(padded, kChunkTokens);
+    for (int64_t t = 0; t < count_; ++t) x.read_to(padded[t], first + t, columns);
+    return constant(padded);
   }
   // Where to write the chunk's tokens of x, before deliver().
-  Tokens<A> output(const Stored<A>& x, int64_t first, int64_t columns, Tokens<A> own) const {
-    return x.data && in_place(x, columns) ? x.tokens_from(first) : own;
+  Tokens<Real> output(const Stored<Real>& x, int64_t first, int64_t columns, Tokens<Real> padded) const {
+    return x.data && in_place(x, columns) ? x.tokens_from(first) : padded;
   }
-  void deliver(Tokens<A> own, int64_t columns, const Stored<A>& to, int64_t first) const {
+  void deliver(Tokens<Real> padded, int64_t columns, const Stored<Real>& to, int64_t first) const {
     if (!to.data || in_place(to, columns)) return;
-    for (int64_t t = 0; t < count_; ++t) to.write_from(own[t], first + t, columns);
+    for (int64_t t = 0; t < count_; ++t) to.write_from(padded[t], first + t, columns);
   }
-  A rate_at(const In& in, int64_t first, int64_t t) const { return t < count_ ? in.rate_at(first + t) : 0; }
-  static void fill(A* x, int64_t columns, A number) {
-    for (int64_t i = 0; i < columns; i += kLanes<A>) store(x + i, number - Vector<A>{});
+  Real rate_at(const In& in, int64_t first, int64_t t) const { return t < count_ ? in.rate_at(first + t) : 0; }
+  static void fill(Real* x, int64_t columns, Real number) {
+    for (int64_t i = 0; i < columns; i += kLanes<Real>) store(x + i, number - Vector<Real>{});
   }
 
   void begin(int64_t tokens) { count_ = std::min(kChunkTokens, tokens), rows_ = round_up(count_, kTileRows); }
@@ -148,35 +152,35 @@ class ForgetChunk {
   // The chunk from `first` on comes next; -1: none.
   void expect(const In& in, int64_t first) {
     next_.kinds = 0;
-    for (const Stored<A>& x : {in.q, in.k, in.key_decay, in.removal, in.removal_key}) next_.add(x, first, keys_);
-    for (const Stored<A>& x : {in.v, in.value_decay}) next_.add(x, first, values_);
+    for (const Stored<Real>& x : {in.q, in.k, in.key_decay, in.removal, in.removal_key}) next_.add(x, first, keys_);
+    for (const Stored<Real>& x : {in.v, in.value_decay}) next_.add(x, first, values_);
   }
 
   // Everything that needs keys and decays only. Without scores, what the next chunk needs.
   template <bool kScores = true>
   void prepare(const In& in, int64_t first) {
-    query_ = input(in.q, first, keys_, own_query_);
-    writer_[0].key = input(in.k, first, keys_, writer_[0].own_key);
-    reader_ = constant(own_reader_), fade_ = constant(own_fade_);
-    if (in.key_decay.data) fade_ = input(in.key_decay, first, keys_, own_fade_);
+    query_ = input(in.q, first, keys_, padded_query_);
+    writer_[0].key = input(in.k, first, keys_, writer_[0].padded_key);
+    reader_ = constant(padded_reader_), fade_ = constant(padded_fade_);
+    if (in.key_decay.data) fade_ = input(in.key_decay, first, keys_, padded_fade_);
     for (int64_t s = in.key_decay.data ? count_ : 0; s < rows_; ++s)
-      fill(own_fade_[s], keys_, s < count_ ? in.head_decay[first + s] : 1);
+      fill(padded_fade_[s], keys_, s < count_ ? in.head_decay[first + s] : 1);
     if constexpr (kRemoves) {
-      writer_[1].key = input(in.removal, first, keys_, writer_[1].own_key);
-      reader_ = input(in.removal_key, first, keys_, own_reader_);
+      writer_[1].key = input(in.removal, first, keys_, writer_[1].padded_key);
+      reader_ = input(in.removal_key, first, keys_, padded_reader_);
     }
     for (int64_t t = 0; t < rows_; t += kTileRows) {
       for (const Writer& w : writer_) see_group<kScores>(w, t);
       for (int64_t s = 0; s < t; s += kTileRows)
         for (const Writer& w : writer_) {
-          if constexpr (kScores) score(constant(seen_query_), constant(w.last), t, s, w.with_query);
-          if constexpr (kScores && kRetrieves) score(constant(seen_reader_), constant(w.last), t, s, w.with_reader);
-          scale_rows(w.last, s, t);
+          if constexpr (kScores) score(constant(seen_query_), constant(w.key_at_end), t, s, w.with_query);
+          if constexpr (kScores && kRetrieves) score(constant(seen_reader_), constant(w.key_at_end), t, s, w.with_reader);
+          scale_rows(w.key_at_end, s, t);
         }
       if (t == 0) continue;
       if constexpr (kScores) scale_rows(seen_query_, t, 0);
       if constexpr (kScores && kRetrieves) scale_rows(seen_reader_, t, 0);
-      for (int64_t i = 0; i < keys_; i += kLanes<A>) store(total_[0] + i, load(total_[0] + i) * load(total_[t] + i));
+      for (int64_t i = 0; i < keys_; i += kLanes<Real>) store(total_[0] + i, load(total_[0] + i) * load(total_[t] + i));
     }
   }
 
@@ -185,16 +189,16 @@ class ForgetChunk {
   template <bool kScores>
   void see_group(const Writer& w, int64_t s) const {
     constexpr int kProducts = kTileRows * kTileRows;  // t(t - 1) / 2 with readers, t(t + 1) / 2 with queries
-    static_assert(kProducts % kLanes<A> == 0);
-    Vector<A> sum[kProducts];
-    FWP_UNROLL for (int n = 0; n < kProducts; ++n) sum[n] = Vector<A>{};
-    for (int64_t i = 0; i < keys_; i += kLanes<A>) {
-      Vector<A> so_far = A(1) - Vector<A>{}, faded[kTileRows];
+    static_assert(kProducts % kLanes<Real> == 0);
+    Vector<Real> sum[kProducts];
+    FWP_UNROLL for (int n = 0; n < kProducts; ++n) sum[n] = Vector<Real>{};
+    for (int64_t i = 0; i < keys_; i += kLanes<Real>) {
+      Vector<Real> so_far = Real(1) - Vector<Real>{}, faded[kTileRows];
       FWP_UNROLL for (int t = 0; t < kTileRows; ++t) {
-        const Vector<A> own = load(w.key[s + t] + i), fade = load(fade_[s + t] + i);
+        const Vector<Real> own = load(w.key[s + t] + i), fade = load(fade_[s + t] + i);
         if constexpr (kScores && kRetrieves) {
-          const Vector<A> reader = kRemoves ? load(reader_[s + t] + i) : own * fade;
-          if (!kRemoves) store(own_reader_[s + t] + i, reader);
+          const Vector<Real> reader = kRemoves ? load(reader_[s + t] + i) : own * fade;
+          if (!kRemoves) store(padded_reader_[s + t] + i, reader);
           store(seen_reader_[s + t] + i, reader * so_far);
           FWP_UNROLL for (int m = 0; m < t; ++m) sum[t * t + m] += reader * faded[m];
         }
@@ -202,38 +206,38 @@ class ForgetChunk {
         FWP_UNROLL for (int m = 0; m < t; ++m) faded[m] *= fade;
         faded[t] = own;
         if constexpr (kScores) {
-          const Vector<A> query = load(query_[s + t] + i);
+          const Vector<Real> query = load(query_[s + t] + i);
           store(seen_query_[s + t] + i, query * so_far);
           FWP_UNROLL for (int m = 0; m <= t; ++m) sum[t * t + t + m] += query * faded[m];
         }
       }
       store(total_[s] + i, so_far);
-      FWP_UNROLL for (int m = 0; m < kTileRows; ++m) store(w.last[s + m] + i, faded[m]);
+      FWP_UNROLL for (int m = 0; m < kTileRows; ++m) store(w.key_at_end[s + m] + i, faded[m]);
     }
     if constexpr (!kScores) return;
-    A product[kProducts];
-    FWP_UNROLL for (int n = 0; n < kProducts; n += kLanes<A>) {
-      sum_lanes_of_each<A>(sum + n);
+    Real product[kProducts];
+    FWP_UNROLL for (int n = 0; n < kProducts; n += kLanes<Real>) {
+      sum_lanes_of_each<Real>(sum + n);
       store(product + n, sum[n]);
     }
     FWP_UNROLL for (int t = 0; t < kTileRows; ++t) {
-      if constexpr (kRetrieves) std::memcpy(w.with_reader[s + t] + s, product + t * t, t * sizeof(A));
-      std::memcpy(w.with_query[s + t] + s, product + t * t + t, (t + 1) * sizeof(A));
+      if constexpr (kRetrieves) std::memcpy(w.with_reader[s + t] + s, product + t * t, t * sizeof(Real));
+      std::memcpy(w.with_query[s + t] + s, product + t * t + t, (t + 1) * sizeof(Real));
     }
   }
 
   // Four rows of x times the decays of the group at s.
-  void scale_rows(Tokens<A> x, int64_t t, int64_t s) const {
-    for (int64_t i = 0; i < keys_; i += kLanes<A>) {
-      const Vector<A> total = load(total_[s] + i);
+  void scale_rows(Tokens<Real> x, int64_t t, int64_t s) const {
+    for (int64_t i = 0; i < keys_; i += kLanes<Real>) {
+      const Vector<Real> total = load(total_[s] + i);
       FWP_UNROLL for (int r = 0; r < kTileRows; ++r) store(x[t + r] + i, load(x[t + r] + i) * total);
     }
   }
 
   // The products of the tokens of group t with the keys of the earlier group s, as its last token sees them.
-  void score(Tokens<const A> seen, Tokens<const A> key, int64_t t, int64_t s, Tokens<A> products) const {
+  void score(Tokens<const Real> seen, Tokens<const Real> key, int64_t t, int64_t s, Tokens<Real> products) const {
     for (int m = 0; m < kTileRows; m += kTileVectors)
-      multiply_tile<A>(from_row(seen, t), from_row(key, s + m), keys_, products[t] + s + m, products.stride);
+      multiply_tile<Real>(from_row(seen, t), from_row(key, s + m), keys_, products[t] + s + m, products.stride);
   }
 
   // Call f(t, how many of the tokens s to s + 3 are before t) for t = s, s + 1, ... The count is a constant.
@@ -249,11 +253,11 @@ class ForgetChunk {
 
   // products[t][s + m] (+)= y . x[m] for four m. Only the first `count` of x are used; the other products are arbitrary.
   template <int count, int NV>
-  static FWP_INLINE void add_products(const Group<A, NV>& y, const Group<A, NV> (&x)[kTileRows], bool begun, A* target) {
-    Vector<A> sum[kTileRows];
-    FWP_UNROLL for (int m = 0; m < kTileRows; ++m) sum[m] = m < count ? multiply_lanes(y, x[m]) : Vector<A>{};
-    FWP_UNROLL for (int m = 0; m < kTileRows; m += kPiece<A>) {
-      Piece<A> total = sums_of<A>(sum + m), other;
+  static FWP_INLINE void add_products(const Group<Real, NV>& y, const Group<Real, NV> (&x)[kTileRows], bool begun, Real* target) {
+    Vector<Real> sum[kTileRows];
+    FWP_UNROLL for (int m = 0; m < kTileRows; ++m) sum[m] = m < count ? multiply_lanes(y, x[m]) : Vector<Real>{};
+    FWP_UNROLL for (int m = 0; m < kTileRows; m += kPiece<Real>) {
+      Piece<Real> total = sums_of<Real>(sum + m), other;
       std::memcpy(&other, target + m, sizeof other);
       if (begun) total += other;
       std::memcpy(target + m, &total, sizeof total);
@@ -261,18 +265,18 @@ class ForgetChunk {
   }
 
   // The same values from what the forward pass has stored.
-  void load_values(const In& in, Tokens<const A> retrieved, int64_t first) {
-    error_ = input(erases == Erases::kKey ? Stored<A>(retrieved) : in.v, first, values_, own_value_);
+  void load_values(const In& in, Tokens<const Real> retrieved, int64_t first) {
+    error_ = input(erases == Erases::kKey ? Stored<Real>(retrieved) : in.v, first, values_, padded_value_);
     if constexpr (kValuesFade) {
-      value_fade_ = input(in.value_decay, first, values_, own_value_fade_);
-      for (int64_t t = count_; t < rows_; ++t) fill(own_value_fade_[t], values_, 1);
+      value_fade_ = input(in.value_decay, first, values_, padded_value_fade_);
+      for (int64_t t = count_; t < rows_; ++t) fill(padded_value_fade_[t], values_, 1);
       return;
     }
-    Tokens<const A> removed;
-    if constexpr (kRemoves) removed = input(retrieved, first, values_, own_error_);
+    Tokens<const Real> removed;
+    if constexpr (kRemoves) removed = input(retrieved, first, values_, padded_error_);
     for (int64_t t = 0; t < rows_; ++t) {
-      const A rate = rate_at(in, first, t);
-      for (int64_t j = 0; j < values_; j += kLanes<A>) {
+      const Real rate = rate_at(in, first, t);
+      for (int64_t j = 0; j < values_; j += kLanes<Real>) {
         store(writer_[0].value[t] + j, load(error_[t] + j) * rate);
         if constexpr (kRemoves) store(writer_[1].value[t] + j, -load(removed[t] + j));
       }
@@ -283,14 +287,14 @@ class ForgetChunk {
   // d_out_t, its products with V_ts and d_out_t * Z_t, which is `seen_read`.
   enum class Pass { kForward, kRebuild, kBackward };
   template <Pass pass>
-  void fade_values(Tokens<const A> read = {}, Tokens<A> seen_read = {}, Tokens<A> result = {}) {
+  void fade_values(Tokens<const Real> read = {}, Tokens<Real> seen_read = {}, Tokens<Real> result = {}) {
     constexpr bool kForward = pass == Pass::kForward, kBackward = pass == Pass::kBackward;
     Writer& w = writer_[0];
-    for_columns<A, kNarrow>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+    for_columns<Real, kNarrow>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
-      constexpr int64_t width = NV * kLanes<A>;
-      Group<A, NV> so_far, x;
-      FWP_UNROLL for (int n = 0; n < NV; ++n) so_far.x[n] = A(1) - Vector<A>{};
+      constexpr int64_t width = NV * kLanes<Real>;
+      Group<Real, NV> so_far, x;
+      FWP_UNROLL for (int n = 0; n < NV; ++n) so_far.x[n] = Real(1) - Vector<Real>{};
       for (int64_t t = 0; t < rows_; ++t) {
         x.load_from(value_fade_[t] + j, width);
         multiply(so_far, x);
@@ -302,7 +306,7 @@ class ForgetChunk {
       }
       so_far.store_to(total_of_value_[0] + j, width);
       for (int64_t s = 0; s < rows_; s += kTileRows) {
-        Group<A, NV> faded[kTileRows];
+        Group<Real, NV> faded[kTileRows];
         FWP_UNROLL for (int m = 0; m < kTileRows; ++m) faded[m].clear();
         for_tokens_from(s, [&](int64_t t, auto earlier) __attribute__((always_inline)) {
           constexpr int before = decltype(earlier)::value, seen = std::min(before + 1, kTileRows);
@@ -322,23 +326,23 @@ class ForgetChunk {
     });
   }
 
-  // W = F_C^T * W + the sum of writes.
-  void advance_state(bool empty, Tokens<A> copy = {}) const {
-    std::array<Factors<A>, kWriters> writes;
-    for (int n = 0; n < kWriters; ++n) writes[n] = {constant(writer_[n].last), constant(writer_[n].value)};
+  // W = c_C^T * W + the sum of writes.
+  void advance_state(bool empty, Tokens<Real> copy = {}) const {
+    std::array<Factors<Real>, kWriters> writes;
+    for (int n = 0; n < kWriters; ++n) writes[n] = {constant(writer_[n].key_at_end), constant(writer_[n].value)};
     change_rows(empty, writes, state_, copy);
   }
 
-  // W = F_C^T * W + the sum of outer products. The sum starts at zero, with the terms that have decayed most: its rounding
+  // W = c_C^T * W + the sum of outer products. The sum starts at zero, with the terms that have decayed most: its rounding
   // errors are then as small as the reference's.
   template <size_t kFactors>
-  void change_rows(bool empty, const std::array<Factors<A>, kFactors>& factors, Tokens<A> state,
-                   Tokens<A> copy = {}) const {
+  void change_rows(bool empty, const std::array<Factors<Real>, kFactors>& factors, Tokens<Real> state,
+                   Tokens<Real> copy = {}) const {
     const int64_t rows = round_up(keys_, kTileRows);
-    for_columns<A, kPanel>(values_, [&](int64_t j, auto vectors) {
+    for_columns<Real, kPanel>(values_, [&](int64_t j, auto vectors) {
       constexpr int NV = decltype(vectors)::value;
-      std::array<Factors<A>, kFactors> panel = factors;
-      for (Factors<A>& x : panel) x.y = x.y.from(j);
+      std::array<Factors<Real>, kFactors> panel = factors;
+      for (Factors<Real>& x : panel) x.y = x.y.from(j);
       const auto run = [&](int64_t i, auto tile) {
         return change_tiles<decltype(tile)::value, NV, kValuesFade>(
             panel, rows_, empty ? nullptr : total_[0], total_of_value_[0] + j, i, rows, state.from(j),

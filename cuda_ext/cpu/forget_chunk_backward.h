@@ -5,38 +5,40 @@
 
 namespace fwp {
 
-template <typename A, Fades fades, Erases erases>
-class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
-  using Base = ForgetChunk<A, fades, erases>;
+template <typename Real, Fades fades, Erases erases>
+class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
+  using Base = ForgetChunk<Real, fades, erases>;
 
  public:
   using typename Base::In;
-  using Gradients = ForgetGradients<A, Stored<A>>;
+  using Gradients = ForgetGradients<Real, Stored<Real>>;
 
-  ForgetChunkBackward(int64_t keys, int64_t values, A* scratch) : Base(keys, values, scratch) {
+  ForgetChunkBackward(int64_t keys, int64_t values, Real* scratch) : Base(keys, values, scratch) {
     static_assert(fades != Fades::kHead);
-    d_state_ = take_rows(state_rows(keys), values), state_of_value_ = take_rows(round_up(values, kLanes<A>), keys);
-    for (Tokens<A>* x : {&own_d_query_, &own_d_reader_, &own_d_fade_, &d_seen_query_, &d_seen_reader_}) *x = take_keys();
-    for (Tokens<A>* x : {&own_d_read_, &own_d_value_, &own_d_value_fade_, &seen_d_read_, &d_found_}) *x = take_values();
+    d_state_ = take_rows(state_rows(keys), values), state_of_value_ = take_rows(round_up(values, kLanes<Real>), keys);
+    for (Tokens<Real>* x : {&padded_d_query_, &padded_d_reader_, &padded_d_fade_, &d_seen_query_, &d_seen_reader_})
+      *x = take_keys();
+    for (Tokens<Real>* x : {&padded_d_read_, &padded_d_value_, &padded_d_value_fade_, &seen_d_read_, &d_found_})
+      *x = take_values();
     for (WriterGradients& d : d_writer_) {
-      d.own_key = take_keys(), d.last = take_keys(), d.value = take_values();
+      d.padded_key = take_keys(), d.key_at_end = take_keys(), d.value = take_values();
       d.with_query = take_rows(kChunkTokens, kChunkTokens), d.with_reader = take_rows(kChunkTokens, kChunkTokens);
     }
     d_total_ = take_rows(1, keys), d_total_of_value_ = take_rows(1, values);
-    faded_ = take_rows(kChunkTokens, kTileRows * kNarrow * kLanes<A>);
-    if (scratch && !whole_panels(values)) clear(own_d_read_, kChunkTokens);
+    faded_ = take_rows(kChunkTokens, kTileRows * kNarrow * kLanes<Real>);
+    if (scratch && !whole_panels(values)) clear(padded_d_read_, kChunkTokens);
   }
   static int64_t scratch_size(int64_t keys, int64_t values) { return ForgetChunkBackward(keys, values, nullptr).taken(); }
 
   // kept as in `forward`, from the start of the sequence; retrieved is what `forward` has stored.
-  void backward(int64_t length, const In& in, Matrix<const A> initial, Tokens<const A> retrieved, Tokens<const A> kept,
-                const Stored<A>& d_out, Matrix<const A> d_final, const Gradients& to, Matrix<A> d_initial) {
+  void backward(int64_t length, const In& in, Matrix<const Real> initial, Tokens<const Real> retrieved, Tokens<const Real> kept,
+                const Stored<Real>& d_out, Matrix<const Real> d_final, const Gradients& to, Matrix<Real> d_initial) {
     d_empty_ = !d_final.data;
     d_empty_ ? clear(d_state_, round_up(keys_, kTileRows)) : copy_in(d_final, d_state_);
     for (int64_t t = (length - 1) / kChunkTokens * kChunkTokens; t >= 0; t -= kChunkTokens) {
       const int64_t start = t / kKeptEvery * kKeptEvery;
-      const Matrix<const A> before =
-          start ? Matrix<const A>{kept[(start / kKeptEvery - 1) * keys_], kept.stride, 1} : initial;
+      const Matrix<const Real> before =
+          start ? Matrix<const Real>{kept[(start / kKeptEvery - 1) * keys_], kept.stride, 1} : initial;
       bool empty = !before.data;
       if (!empty) copy_in(before, state_);
       for (int64_t u = start; u < t; u += kChunkTokens) {  // rebuild the state, with the operations of `forward`
@@ -48,9 +50,10 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
         empty = false;
       }
       begin(length - t);
-      expect(in, t - kChunkTokens);
-      for (const Stored<A>& x : {Stored<A>(retrieved), d_out, to.v, to.value_decay}) next_.add(x, t - kChunkTokens, values_);
-      for (const Stored<A>& x : {to.q, to.k, to.key_decay, to.removal, to.removal_key}) next_.add(x, t - kChunkTokens, keys_);
+      const int64_t following = t - kChunkTokens;
+      expect(in, following);
+      for (const Stored<Real>& x : {Stored<Real>(retrieved), d_out, to.v, to.value_decay}) next_.add(x, following, values_);
+      for (const Stored<Real>& x : {to.q, to.k, to.key_decay, to.removal, to.removal_key}) next_.add(x, following, keys_);
       prepare(in, t);
       load_values(in, retrieved, t);
       differentiate(in, t, empty, d_out, to, t > 0 || d_initial.data);
@@ -72,67 +75,69 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
       Base::rate_at, Base::state_rows, Base::take_keys, Base::take_rows, Base::take_values, Base::whole_panels;
 
   struct WriterGradients {
-    Tokens<A> key, own_key, last, value, with_query, with_reader;
+    Tokens<Real> key, padded_key, key_at_end, value, with_query, with_reader;
   };
 
-  Tokens<A> d_state_, state_of_value_;  // the gradient of W, and W^T
-  bool d_empty_ = false;                // whether that gradient is zero: products with it are not needed
-  Tokens<const A> d_read_;              // d_out_t
-  Tokens<A> seen_d_read_, d_found_;     // d_out_t * Z_t and the gradient of r_t
-  Tokens<A> d_query_, d_reader_, d_fade_, d_seen_query_, d_seen_reader_;
+  Tokens<Real> d_state_, state_of_value_;  // the gradient of W, and W^T
+  bool d_empty_ = false;                   // whether that gradient is zero: products with it are not needed
+  Tokens<const Real> d_read_;              // d_out_t
+  Tokens<Real> seen_d_read_, d_found_;     // d_out_t * Z_t and the gradient of r_t
+  Tokens<Real> d_query_, d_reader_, d_fade_, d_seen_query_, d_seen_reader_;
   WriterGradients d_writer_[kWriters];
-  Tokens<A> d_total_, d_total_of_value_;
-  Tokens<A> own_d_query_, own_d_reader_, own_d_fade_, own_d_read_, own_d_value_, own_d_value_fade_;
-  Tokens<A> faded_;                     // N_ts of four s and a few columns, for every t
+  Tokens<Real> d_total_, d_total_of_value_;
+  Tokens<Real> padded_d_query_, padded_d_reader_, padded_d_fade_, padded_d_read_, padded_d_value_, padded_d_value_fade_;
+  Tokens<Real> faded_;                  // N_ts of four s and a few columns, for every t
 
   // The gradients of the chunk's tokens, and of the state before it if `needed`, from d_out and that of the state after
   // it. `empty`: the state before it is zero.
-  void differentiate(const In& in, int64_t first, bool empty, const Stored<A>& d_out, const Gradients& to, bool needed) {
-    d_read_ = input(d_out, first, values_, own_d_read_);
+  void differentiate(const In& in, int64_t first, bool empty, const Stored<Real>& d_out, const Gradients& to, bool needed) {
+    d_read_ = input(d_out, first, values_, padded_d_read_);
+    // d_m_s = N_Cs G + the sum of P_ts d_out_t (t >= s) and A_ts d_r_t (t > s): the state's part, then those of tokens.
     for (int n = 0; n < kWriters; ++n)
       if (d_empty_)
         clear(d_writer_[n].value, rows_);
       else
-        multiply_matrices<A>(constant(writer_[n].last), rows_, constant(d_state_), keys_, values_, d_writer_[n].value);
+        multiply_matrices<Real>(constant(writer_[n].key_at_end), rows_, constant(d_state_), keys_, values_, d_writer_[n].value);
     if constexpr (kValuesFade)
       this->template fade_values<Pass::kBackward>(d_read_, seen_d_read_, d_writer_[0].with_query);
     else
       solve_back(in, first);
+    // d_P_ts = d_out_t . m_s, d_A_ts = d_r_t . m_s, d_N_Cs = m_s G^T.
     for (int n = 0; n < kWriters; ++n) {
-      const Tokens<A> value = writer_[n].value;
+      const Tokens<Real> value = writer_[n].value;
       if constexpr (!kValuesFade) multiply_tokens(d_read_, value, d_writer_[n].with_query);
       if constexpr (kRetrieves) multiply_tokens(constant(d_found_), value, d_writer_[n].with_reader);
       if (d_empty_)
-        clear(d_writer_[n].last, rows_);
+        clear(d_writer_[n].key_at_end, rows_);
       else
-        multiply_rows(constant(value), d_state_, rows_, keys_, values_, d_writer_[n].last);
+        multiply_rows(constant(value), d_state_, rows_, keys_, values_, d_writer_[n].key_at_end);
     }
     differentiate_reads(empty);
     differentiate_keys(first, to);
-    const Tokens<A> d_value = output(to.v, first, values_, own_d_value_);
+    const Tokens<Real> d_value = output(to.v, first, values_, padded_d_value_);
     if constexpr (kValuesFade) {
-      const Side of_values{d_read_, value_fade_, read_, {}, output(to.value_decay, first, values_, own_d_value_fade_),
+      const Side of_values{d_read_, value_fade_, read_, {}, output(to.value_decay, first, values_, padded_d_value_fade_),
                            d_total_of_value_};
-      for_columns<A, kNarrow>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+      for_columns<Real, kNarrow>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
         constexpr int NV = decltype(vectors)::value;
         differentiate_state<false, NV>(of_values, j);
         for (int64_t s = 0; s < rows_; s += kTileRows)
           differentiate_writer<false, NV>(of_values, {error_, d_writer_[0].value, d_value, writer_[0].with_query, {}}, s, j);
       });
-      deliver(own_d_value_fade_, values_, to.value_decay, first);
-    } else {
+      deliver(padded_d_value_fade_, values_, to.value_decay, first);
+    } else {  // d_b_t = d_m_t . e_t, d_v_t = b_t d_m_t
       for (int64_t t = 0; t < count_; ++t) {
-        const A* d_written = d_writer_[0].value[t];
+        const Real* d_written = d_writer_[0].value[t];
         if (to.rate.data) to.rate[first + t] = dot(d_written, error_[t], values_);
-        for (int64_t j = 0; j < values_; j += kLanes<A>) store(d_value[t] + j, load(d_written + j) * rate_at(in, first, t));
+        for (int64_t j = 0; j < values_; j += kLanes<Real>) store(d_value[t] + j, load(d_written + j) * rate_at(in, first, t));
       }
     }
-    deliver(own_d_value_, values_, to.v, first);
-    if (needed) {
-      const auto back = [&](Tokens<A> x, Tokens<const A> y) {
-        return Factors<A>{constant(x).reversed(rows_), y.reversed(rows_)};
+    deliver(padded_d_value_, values_, to.v, first);
+    if (needed) {  // G = c_C * G * Z_C + (q_t * c_t)^T (d_out_t * Z_t) + (y_t * c_{t-1})^T d_r_t
+      const auto back = [&](Tokens<Real> x, Tokens<const Real> y) {
+        return Factors<Real>{constant(x).reversed(rows_), y.reversed(rows_)};
       };
-      const Factors<A> reads = back(seen_query_, kValuesFade ? constant(seen_d_read_) : d_read_);
+      const Factors<Real> reads = back(seen_query_, kValuesFade ? constant(seen_d_read_) : d_read_);
       if constexpr (kRetrieves)
         change_rows(d_empty_, std::array{reads, back(seen_reader_, constant(d_found_))}, d_state_);
       else
@@ -142,57 +147,57 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
   }
 
   // product[t][s] = x_t . y_s for the tokens s <= t, and some others.
-  void multiply_tokens(Tokens<const A> x, Tokens<A> y, Tokens<A> product) const {
+  void multiply_tokens(Tokens<const Real> x, Tokens<Real> y, Tokens<Real> product) const {
     for (int64_t t = 0; t < rows_; t += kTileRows)
       multiply_rows(from_row(x, t), y, kTileRows, t + kTileRows, values_, from_row(product, t));
   }
 
-  // The gradients of what tokens read in the state before the chunk, and of F_C and Z_C.
+  // The gradients of what tokens read in the state before the chunk, and of c_C and Z_C.
   void differentiate_reads(bool empty) {
     if (empty) {
-      for (const Tokens<A>& x : {d_seen_query_, d_seen_reader_}) clear(x, rows_);
+      for (const Tokens<Real>& x : {d_seen_query_, d_seen_reader_}) clear(x, rows_);
       clear(d_total_, 1);
       if constexpr (kValuesFade) clear(read_, rows_), clear(d_total_of_value_, 1);
       return;
     }
     transpose(state_, keys_, values_, state_of_value_);
-    const Tokens<const A> by_value = constant(state_of_value_);
-    multiply_matrices<A>(kValuesFade ? constant(seen_d_read_) : d_read_, rows_, by_value, values_, keys_, d_seen_query_);
-    if constexpr (kRetrieves) multiply_matrices<A>(constant(d_found_), rows_, by_value, values_, keys_, d_seen_reader_);
-    if constexpr (!kValuesFade) {
-      for (int64_t i = 0; i < keys_; i += kLanes<A>) {
-        Vector<A> sum[kLanes<A>];
-        FWP_UNROLL for (int n = 0; n < kLanes<A>; ++n) {
-          sum[n] = Vector<A>{};
-          for (int64_t j = 0; j < values_; j += kLanes<A>)
+    const Tokens<const Real> by_value = constant(state_of_value_);
+    multiply_matrices<Real>(kValuesFade ? constant(seen_d_read_) : d_read_, rows_, by_value, values_, keys_, d_seen_query_);
+    if constexpr (kRetrieves) multiply_matrices<Real>(constant(d_found_), rows_, by_value, values_, keys_, d_seen_reader_);
+    if constexpr (!kValuesFade) {  // d_c_C: the rows of W * G, summed
+      for (int64_t i = 0; i < keys_; i += kLanes<Real>) {
+        Vector<Real> sum[kLanes<Real>];
+        FWP_UNROLL for (int n = 0; n < kLanes<Real>; ++n) {
+          sum[n] = Vector<Real>{};
+          for (int64_t j = 0; j < values_; j += kLanes<Real>)
             sum[n] += load_part(state_[i + n] + j, values_ - j) * load_part(d_state_[i + n] + j, values_ - j);
         }
-        sum_lanes_of_each<A>(sum);
+        sum_lanes_of_each<Real>(sum);
         store(d_total_[0] + i, sum[0]);
       }
-    } else {
-      multiply_matrices<A>(constant(seen_query_), rows_, constant(state_), keys_, values_, read_);
+    } else {  // d_c_C and d_Z_C: the rows of W * G * Z_C, and the columns of c_C * W * G
+      multiply_matrices<Real>(constant(seen_query_), rows_, constant(state_), keys_, values_, read_);
       clear(d_total_of_value_, 1);
       for (int64_t i = 0; i < keys_; ++i) {
-        Vector<A> sum = {};
-        for (int64_t j = 0; j < values_; j += kLanes<A>) {
-          const Vector<A> product = load_part(state_[i] + j, values_ - j) * load_part(d_state_[i] + j, values_ - j);
+        Vector<Real> sum = {};
+        for (int64_t j = 0; j < values_; j += kLanes<Real>) {
+          const Vector<Real> product = load_part(state_[i] + j, values_ - j) * load_part(d_state_[i] + j, values_ - j);
           sum += product * load_part(total_of_value_[0] + j, values_ - j);
-          A* d_total = d_total_of_value_[0] + j;
+          Real* d_total = d_total_of_value_[0] + j;
           store(d_total, load(d_total) + total_[0][i] * product);
         }
-        d_total_[0][i] = sum_lanes<A>(sum);
+        d_total_[0][i] = sum_lanes<Real>(sum);
       }
     }
   }
 
   // The gradients of written values and of retrieved ones, from the last token back.
   void solve_back(const In& in, int64_t first) {
-    for_columns<A, kNarrow>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+    for_columns<Real, kNarrow>(values_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
-      constexpr int64_t width = NV * kLanes<A>;
+      constexpr int64_t width = NV * kLanes<Real>;
       for (int64_t t = rows_ - kTileRows; t >= 0; t -= kTileRows) {
-        Tile<A, NV> d_value[kWriters];
+        Tile<Real, NV> d_value[kWriters];
         for (int n = 0; n < kWriters; ++n) {
           const Writer& w = writer_[n];
           FWP_UNROLL for (int r = 0; r < kTileRows; ++r) d_value[n].row[r].load_from(d_writer_[n].value[t + r] + j, width);
@@ -205,7 +210,7 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
         FWP_UNROLL for (int r = kTileRows - 1; r >= 0; --r) {
           for (int n = 0; n < kWriters; ++n) {
             const Writer& w = writer_[n];
-            Group<A, NV> later;
+            Group<Real, NV> later;
             for (int m = r; m < kTileRows; ++m) {
               later.load_from(d_read_[t + m] + j, width);
               d_value[n].row[r].add(w.with_query[t + m][t + r], later);
@@ -217,9 +222,9 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
               }
             d_value[n].row[r].store_to(d_writer_[n].value[t + r] + j, width);
           }
-          if constexpr (kRetrieves) {
-            Group<A, NV>& of_found = d_value[kWriters - 1].row[r];
-            of_found.scale(kRemoves ? A(-1) : -rate_at(in, first, t + r));
+          if constexpr (kRetrieves) {  // d_r_t = -b_t d_m_t, of a removal -d_m_t of its own writer
+            Group<Real, NV>& of_found = d_value[kWriters - 1].row[r];
+            of_found.scale(kRemoves ? Real(-1) : -rate_at(in, first, t + r));
             if (t + r >= count_) of_found.clear();
             of_found.store_to(d_found_[t + r] + j, width);
           }
@@ -230,12 +235,12 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
 
   // Keys with their decays and queries; or values, with d_out in place of queries.
   struct Side {
-    Tokens<const A> query, fade;
-    Tokens<A> d_seen, d_query, d_fade, d_total;  // d_seen: of q_t * c_t
+    Tokens<const Real> query, fade;
+    Tokens<Real> d_seen, d_query, d_fade, d_total;  // d_seen: of q_t * c_t
   };
   struct Faded {
-    Tokens<const A> x;
-    Tokens<A> d_last, d_key, d_with_query, d_with_reader;
+    Tokens<const Real> x;
+    Tokens<Real> d_key_at_end, d_key, d_with_query, d_with_reader;
   };
 
   // Call f(t, how many of the tokens s to s + 3 are before t) for t from the last token back to s.
@@ -251,9 +256,9 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
   // What comes of c_t: gradients of queries, readers and decays from what they have read in the state.
   template <bool kKeys, int NV>
   FWP_INLINE void differentiate_state(const Side& side, int64_t i) {
-    constexpr int64_t width = NV * kLanes<A>;
-    Group<A, NV> so_far, fade, x, gradient, of_read;
-    FWP_UNROLL for (int n = 0; n < NV; ++n) so_far.x[n] = A(1) - Vector<A>{};
+    constexpr int64_t width = NV * kLanes<Real>;
+    Group<Real, NV> so_far, fade, x, gradient, of_read;
+    FWP_UNROLL for (int n = 0; n < NV; ++n) so_far.x[n] = Real(1) - Vector<Real>{};
     for (int64_t t = 0; t < rows_; ++t) {
       so_far.store_to(faded_[t], width);
       fade.load_from(side.fade[t] + i, width);
@@ -287,18 +292,18 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
   // The same for N_ts: also the gradients of the four keys from s on.
   template <bool kKeys, int NV>
   FWP_INLINE void differentiate_writer(const Side& side, const Faded& w, int64_t s, int64_t i) {
-    constexpr int64_t width = NV * kLanes<A>;
-    Group<A, NV> faded[kTileRows], gradient[kTileRows];
+    constexpr int64_t width = NV * kLanes<Real>;
+    Group<Real, NV> faded[kTileRows], gradient[kTileRows];
     for_tokens_from(s, [&](int64_t t, auto earlier) __attribute__((always_inline)) {
       advance<decltype(earlier)::value>(w.x[t] + i, side.fade[t] + i, faded);
       FWP_UNROLL for (int m = 0; m < kTileRows; ++m)
         if (m <= decltype(earlier)::value) faded[m].store_to(faded_[t] + m * width, width);
     });
-    FWP_UNROLL for (int m = 0; m < kTileRows; ++m) gradient[m].load_from(w.d_last[s + m] + i, width);
+    FWP_UNROLL for (int m = 0; m < kTileRows; ++m) gradient[m].load_from(w.d_key_at_end[s + m] + i, width);
     for_tokens_back_to(s, [&](int64_t t, auto earlier) __attribute__((always_inline)) {
       constexpr int before = decltype(earlier)::value, seen = std::min(before + 1, kTileRows);
-      const A* of_query = w.d_with_query[t] + s;
-      Group<A, NV> own, x, d_own;
+      const Real* of_query = w.d_with_query[t] + s;
+      Group<Real, NV> own, x, d_own;
       own.load_from(side.query[t] + i, width);
       FWP_UNROLL for (int m = 0; m < seen; ++m) gradient[m].add(of_query[m], own);
       if constexpr (kKeys) {
@@ -310,8 +315,8 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
         d_own.store_to(side.d_query[t] + i, width);
       }
       if constexpr (before > 0) {
-        const A* of_reader = w.d_with_reader[t] + s;
-        Group<A, NV> fade, d_fade;
+        const Real* of_reader = w.d_with_reader[t] + s;
+        Group<Real, NV> fade, d_fade;
         fade.load_from(side.fade[t] + i, width);
         d_fade.load_from(side.d_fade[t] + i, width);
         if constexpr (kKeys && kRetrieves) {
@@ -334,48 +339,48 @@ class ForgetChunkBackward : public ForgetChunk<A, fades, erases> {
     });
   }
 
-  static A sum_of(const A* x, int64_t columns) {
-    Vector<A> sum = {};
-    for (int64_t i = 0; i < columns; i += kLanes<A>) sum += load_part(x + i, columns - i);  // the padding is arbitrary
-    return sum_lanes<A>(sum);
+  static Real sum_of(const Real* x, int64_t columns) {
+    Vector<Real> sum = {};
+    for (int64_t i = 0; i < columns; i += kLanes<Real>) sum += load_part(x + i, columns - i);  // the padding is arbitrary
+    return sum_lanes<Real>(sum);
   }
-  static A dot(const A* x, const A* y, int64_t columns) {
-    Vector<A> sum = {};
-    for (int64_t i = 0; i < columns; i += kLanes<A>) sum += load_part(x + i, columns - i) * load_part(y + i, columns - i);
-    return sum_lanes<A>(sum);
+  static Real dot(const Real* x, const Real* y, int64_t columns) {
+    Vector<Real> sum = {};
+    for (int64_t i = 0; i < columns; i += kLanes<Real>) sum += load_part(x + i, columns - i) * load_part(y + i, columns - i);
+    return sum_lanes<Real>(sum);
   }
 
   // The gradients of queries, keys and decays, from those of what products read.
   void differentiate_keys(int64_t first, const Gradients& to) {
-    d_query_ = output(to.q, first, keys_, own_d_query_), d_fade_ = output(to.key_decay, first, keys_, own_d_fade_);
-    d_reader_ = kRemoves ? output(to.removal_key, first, keys_, own_d_reader_) : own_d_reader_;
-    d_writer_[0].key = output(to.k, first, keys_, d_writer_[0].own_key);
-    if constexpr (kRemoves) d_writer_[1].key = output(to.removal, first, keys_, d_writer_[1].own_key);
+    d_query_ = output(to.q, first, keys_, padded_d_query_), d_fade_ = output(to.key_decay, first, keys_, padded_d_fade_);
+    d_reader_ = kRemoves ? output(to.removal_key, first, keys_, padded_d_reader_) : padded_d_reader_;
+    d_writer_[0].key = output(to.k, first, keys_, d_writer_[0].padded_key);
+    if constexpr (kRemoves) d_writer_[1].key = output(to.removal, first, keys_, d_writer_[1].padded_key);
     const Side of_keys{query_, fade_, d_seen_query_, d_query_, d_fade_, d_total_};
-    for_columns<A, kNarrow>(keys_, [&](int64_t i, auto vectors) __attribute__((always_inline)) {
+    for_columns<Real, kNarrow>(keys_, [&](int64_t i, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
       differentiate_state<true, NV>(of_keys, i);
       for (int n = 0; n < kWriters; ++n)
         for (int64_t s = 0; s < rows_; s += kTileRows) {
           const WriterGradients& d = d_writer_[n];
-          differentiate_writer<true, NV>(of_keys, {writer_[n].key, d.last, d.key, d.with_query, d.with_reader}, s, i);
+          differentiate_writer<true, NV>(of_keys, {writer_[n].key, d.key_at_end, d.key, d.with_query, d.with_reader}, s, i);
         }
     });
     for (int64_t t = 0; t < count_; ++t) {
       if constexpr (erases == Erases::kKey)  // y_t = a_t * k_t
-        for (int64_t i = 0; i < keys_; i += kLanes<A>) {
-          const Vector<A> of_reader = load(d_reader_[t] + i);
+        for (int64_t i = 0; i < keys_; i += kLanes<Real>) {
+          const Vector<Real> of_reader = load(d_reader_[t] + i);
           store(d_writer_[0].key[t] + i, load(d_writer_[0].key[t] + i) + load(fade_[t] + i) * of_reader);
           store(d_fade_[t] + i, load(d_fade_[t] + i) + load(writer_[0].key[t] + i) * of_reader);
         }
       if (to.head_decay.data) to.head_decay[first + t] = sum_of(d_fade_[t], keys_);
     }
-    deliver(own_d_query_, keys_, to.q, first);
-    deliver(own_d_fade_, keys_, to.key_decay, first);
-    deliver(d_writer_[0].own_key, keys_, to.k, first);
+    deliver(padded_d_query_, keys_, to.q, first);
+    deliver(padded_d_fade_, keys_, to.key_decay, first);
+    deliver(d_writer_[0].padded_key, keys_, to.k, first);
     if constexpr (kRemoves) {
-      deliver(d_writer_[1].own_key, keys_, to.removal, first);
-      deliver(own_d_reader_, keys_, to.removal_key, first);
+      deliver(d_writer_[1].padded_key, keys_, to.removal, first);
+      deliver(padded_d_reader_, keys_, to.removal_key, first);
     }
   }
 };

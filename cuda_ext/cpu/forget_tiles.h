@@ -334,14 +334,14 @@ class ForgetTiles {
       };
       const auto put_scores = [&](Tokens<float> seen, Tokens<float> scores, int64_t own, float* block) {
         const Tokens<float> to{block + first * kTokens, kTokens};
-        if (h) multiply_rows(constant(seen), half[0].writer_[0].last, half[1].rows_, kChunkTokens, keys_, to);
+        if (h) multiply_rows(constant(seen), half[0].writer_[0].key_at_end, half[1].rows_, kChunkTokens, keys_, to);
         for (int64_t t = 0; t < half[h].count_; ++t) std::memcpy(to[t] + first, scores[t], (t + own) * sizeof(float));
       };
       put_scores(half[h].seen_query_, writer.with_query, 1, with_query_);
       if constexpr (kErases) put_scores(half[h].seen_reader_, writer.with_reader, 0, with_key_);
       put(half[h].seen_query_, h ? total[0] : nullptr, from_read_);
       if constexpr (kErases) put(half[h].seen_reader_, h ? total[0] : nullptr, from_found_);
-      put(writer.last, h ? nullptr : total[1], from_write_);
+      put(writer.key_at_end, h ? nullptr : total[1], from_write_);
     }
     Vector<float> bad = {};
     const auto split_blocks = [&](const float* blocks, const Parts& to, bool by_token) {
@@ -768,14 +768,14 @@ class ForgetTiles {
       };
       take_from(from_read_, half[h].seen_query_, h > 0, half[h].d_seen_query_);
       if constexpr (kErases) take_from(from_found_, half[h].seen_reader_, h > 0, half[h].d_seen_reader_);
-      take_from(from_write_, half[h].writer_[0].last, h + 1 < halves, d_writer.last);
+      take_from(from_write_, half[h].writer_[0].key_at_end, h + 1 < halves, d_writer.key_at_end);
     }
     if (halves == 2) {
-      const Tokens<float> last = half[0].writer_[0].last, d_last = half[0].d_writer_[0].last;
+      const Tokens<float> key_at_end = half[0].writer_[0].key_at_end, d_key_at_end = half[0].d_writer_[0].key_at_end;
       const auto differentiate_seen = [&](const float* d_scores, Tokens<float> seen, Tokens<float> d_seen) {
         const float* const between = d_scores + kChunkTokens * kTokens;
-        add_rows(between, 1, kTokens, constant(last), kChunkTokens, d_seen, half[1].rows_);
-        add_rows(between, kTokens, 1, constant(seen), half[1].rows_, d_last, kChunkTokens);
+        add_rows(between, 1, kTokens, constant(key_at_end), kChunkTokens, d_seen, half[1].rows_);
+        add_rows(between, kTokens, 1, constant(seen), half[1].rows_, d_key_at_end, kChunkTokens);
       };
       differentiate_seen(d_with_query_, half[1].seen_query_, half[1].d_seen_query_);
       if constexpr (kErases) differentiate_seen(d_with_key_, half[1].seen_reader_, half[1].d_seen_reader_);

@@ -29,42 +29,36 @@ FWP_INLINE Vector<double> hyperbolic_tangent(Vector<double> x) {
   return x;
 }
 
-template <typename A>
+template <typename Real>
 class RecurrentDelta {
  public:
   static int64_t scratch_size(int64_t d) {
-    const int64_t gates = 3 * d + 1;
-    return 2 * d * padded<A>(d) + d * padded<A>(gates) + gates * padded<A>(d) + 5 * padded<A>(gates) + 8 * padded<A>(d) +
-           round_up(d, kLanes<A>) * kLanes<A>;
+    RecurrentDelta counted(d, false);
+    return numbers_taken(counted.lay_out(nullptr));
   }
 
   // weights: R (d, 3 d + 1), or null. Scratch is aligned, with scratch_size(d) numbers.
-  RecurrentDelta(int64_t d, const A* weights, A* scratch) : d_(d), gates_(3 * d + 1), feeds_back_(weights != nullptr) {
-    std::fill(scratch, scratch + scratch_size(d), A(0));
-    for (Tokens<A>* x : {&w_, &g_}) *x = take(scratch, d, d);
-    r_ = take(scratch, d, gates_);
-    of_gate_ = take(scratch, gates_, d);
-    for (A** x : {&x_, &q_, &k_, &d_x_, &v_}) *x = take(scratch, 1, gates_).data;
-    for (A** x : {&s_, &o_, &e_, &u_, &m_, &l_, &d_q_, &d_k_}) *x = take(scratch, 1, d).data;
-    products_ = scratch;
+  RecurrentDelta(int64_t d, const Real* weights, Real* scratch) : RecurrentDelta(d, weights != nullptr) {
+    std::fill(scratch, scratch + scratch_size(d), Real(0));
+    lay_out(scratch);
     for (int64_t i = 0; i < d && weights; ++i)
       for (int64_t p = 0; p < gates_; ++p) r_[i][p] = of_gate_[p][i] = weights[i * gates_ + p];
   }
 
   // `length` tokens. z and marks may be null. saved: q, k, e and b of each token; kept: W before each kKeptEvery tokens. Both
   // may be null. memory, d^2 numbers, is replaced; output: o before the first token.
-  void forward(int64_t length, Tokens<const A> x, Tokens<const A> z, const uint8_t* marks, A* memory, const A* output,
-               Tokens<A> out, Tokens<A> saved, A* kept) {
+  void forward(int64_t length, Tokens<const Real> x, Tokens<const Real> z, const uint8_t* marks, Real* memory, const Real* output,
+               Tokens<Real> out, Tokens<Real> saved, Real* kept) {
     load_matrix(memory, w_);
     std::copy(output, output + d_, o_);
     for (int64_t t = 0; t < length; ++t) {
       if (kept && t % kKeptEvery == 0) store_matrix(w_, kept + t / kKeptEvery * d_ * d_);
       const uint8_t mark = marks ? marks[t] : 0;
-      if (mark & kBegins) clear(w_), std::fill(o_, o_ + d_, A(0));
+      if (mark & kBegins) clear(w_), std::fill(o_, o_ + d_, Real(0));
       if (mark & kIsPadding) {
-        if (saved.data) std::fill(saved[t], saved[t] + gates_, A(0));
+        if (saved.data) std::fill(saved[t], saved[t] + gates_, Real(0));
       } else {
-        const A b = step(x[t], z.data ? z[t] : nullptr);
+        const Real b = step(x[t], z.data ? z[t] : nullptr);
         if (saved.data) {
           std::copy(q_, q_ + d_, saved[t]), std::copy(k_, k_ + d_, saved[t] + d_), std::copy(e_, e_ + d_, saved[t] + 2 * d_);
           saved[t][3 * d_] = b;
@@ -77,9 +71,9 @@ class RecurrentDelta {
 
   // memory: W after the last token; output: o before the first; out, saved, kept: results of the forward pass. d_memory and
   // d_output: the gradient of W after the last token, replaced by that of the first W; receives that of the first o.
-  void backward(int64_t length, const uint8_t* marks, const A* memory, const A* output, Tokens<const A> out,
-                Tokens<const A> saved, const A* kept, Tokens<const A> d_out, Tokens<A> d_x, Tokens<A> d_z, A* d_memory,
-                A* d_output) {
+  void backward(int64_t length, const uint8_t* marks, const Real* memory, const Real* output, Tokens<const Real> out,
+                Tokens<const Real> saved, const Real* kept, Tokens<const Real> d_out, Tokens<Real> d_x, Tokens<Real> d_z,
+                Real* d_memory, Real* d_output) {
     load_matrix(memory, w_);
     load_matrix(d_memory, g_);
     for (int64_t t = length; t-- > 0;) {
@@ -88,12 +82,12 @@ class RecurrentDelta {
       const bool is_first = mark & kBegins;
       if (mark & kIsPadding) {
         for (int64_t i = 0; i < d_; ++i) m_[i] += d_out[t][i];
-        std::fill(d_x[t], d_x[t] + gates_, A(0)), std::fill(d_z[t], d_z[t] + d_, A(0));
+        std::fill(d_x[t], d_x[t] + gates_, Real(0)), std::fill(d_z[t], d_z[t] + d_, Real(0));
       } else {
         step_back(saved[t], is_first ? nullptr : t > 0 ? out[t - 1] : output, d_out[t], d_x[t], d_z[t]);
       }
       if (!is_first) continue;
-      clear(g_), std::fill(m_, m_ + d_, A(0));
+      clear(g_), std::fill(m_, m_ + d_, Real(0));
       rebuild(t, marks, saved, kept);
     }
     store_matrix(g_, d_memory);
@@ -101,88 +95,98 @@ class RecurrentDelta {
   }
 
  private:
-  void clear(Tokens<A> x) { std::fill(x[0], x[0] + d_ * x.stride, A(0)); }
-  void load_matrix(const A* from, Tokens<A> to) { copy_matrix<A>({from, d_, 1}, d_, d_, {to.data, to.stride, 1}); }
-  void store_matrix(Tokens<A> from, A* to) { copy_matrix<A>({from.data, from.stride, 1}, d_, d_, {to, d_, 1}); }
+  RecurrentDelta(int64_t d, bool feeds_back) : d_(d), gates_(3 * d + 1), feeds_back_(feeds_back) {}
+  Real* lay_out(Real* scratch) {
+    for (Tokens<Real>* x : {&w_, &g_}) *x = take(scratch, d_, d_);
+    r_ = take(scratch, d_, gates_), of_gate_ = take(scratch, gates_, d_);
+    for (Real** x : {&x_, &q_, &k_, &d_x_, &v_}) *x = take(scratch, 1, gates_).data;
+    for (Real** x : {&s_, &o_, &e_, &u_, &m_, &l_, &d_q_, &d_k_}) *x = take(scratch, 1, d_).data;
+    products_ = scratch;
+    return address(products_, round_up(d_, kLanes<Real>) * kLanes<Real>);
+  }
+  void clear(Tokens<Real> x) { std::fill(x[0], x[0] + d_ * x.stride, Real(0)); }
+  void load_matrix(const Real* from, Tokens<Real> to) { copy_matrix<Real>({from, d_, 1}, d_, d_, {to.data, to.stride, 1}); }
+  void store_matrix(Tokens<Real> from, Real* to) { copy_matrix<Real>({from.data, from.stride, 1}, d_, d_, {to, d_, 1}); }
   // Call f(first column, vectors) for panels of the padded columns of a row.
   template <typename F>
   static FWP_INLINE void for_columns(int64_t columns, F f) {
-    for_panels<A, 4>(columns, f);
+    for_panels<Real, 4>(columns, f);
   }
 
   // From o_{t-1} and W_{t-1} to o_t and W_t, with q, k and e; returns b.
-  A step(const A* x, const A* z) {
+  Real step(const Real* x, const Real* z) {
     std::copy(x, x + gates_, x_);
     if (feeds_back_) {
-      for_vectors<A>(d_, [&](int64_t i, int64_t) { store(s_ + i, hyperbolic_tangent(load(o_ + i))); });
-      multiply<A>(s_, r_, d_, gates_, x_, x_);
+      for_vectors<Real>(d_, [&](int64_t i, int64_t) { store(s_ + i, hyperbolic_tangent(load(o_ + i))); });
+      multiply<Real>(s_, r_, d_, gates_, x_, x_);
     } else {
       for (int64_t i = 0; i < d_; ++i) x_[i] += o_[i];
     }
     softmax(x_, d_, q_);
     softmax(x_ + d_, d_, k_);
-    const A b = 1 / (1 + std::exp(-x_[3 * d_]));
-    multiply<A>(k_, w_, d_, d_, nullptr, e_);
+    const Real b = 1 / (1 + std::exp(-x_[3 * d_]));
+    multiply<Real>(k_, w_, d_, d_, nullptr, e_);
     for (int64_t i = 0; i < d_; ++i) e_[i] = x_[2 * d_ + i] - e_[i], u_[i] = b * e_[i];
     for (int64_t i = 0; i < d_; ++i) o_[i] = z ? z[i] : 0;
     for_columns(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
-      Vector<A> read[NV], write[NV];
-      FWP_UNROLL for (int n = 0; n < NV; ++n) read[n] = load(o_ + j + n * kLanes<A>), write[n] = load(u_ + j + n * kLanes<A>);
+      Vector<Real> read[NV], write[NV];
+      FWP_UNROLL for (int n = 0; n < NV; ++n)
+        read[n] = load(o_ + j + n * kLanes<Real>), write[n] = load(u_ + j + n * kLanes<Real>);
       for (int64_t i = 0; i < d_; ++i)
         FWP_UNROLL for (int n = 0; n < NV; ++n) {
-          A* const at = w_[i] + j + n * kLanes<A>;
-          const Vector<A> w = load(at) + k_[i] * write[n];
+          Real* const at = w_[i] + j + n * kLanes<Real>;
+          const Vector<Real> w = load(at) + k_[i] * write[n];
           store(at, w);
           read[n] += q_[i] * w;
         }
-      FWP_UNROLL for (int n = 0; n < NV; ++n) store(o_ + j + n * kLanes<A>, read[n]);
+      FWP_UNROLL for (int n = 0; n < NV; ++n) store(o_ + j + n * kLanes<Real>, read[n]);
     });
     return b;
   }
 
   // before: o_{t-1}, null where the token is a document's first.
-  void step_back(const A* saved, const A* before, const A* d_out, A* d_x, A* d_z) {
+  void step_back(const Real* saved, const Real* before, const Real* d_out, Real* d_x, Real* d_z) {
     std::copy(saved, saved + d_, q_), std::copy(saved + d_, saved + 2 * d_, k_), std::copy(saved + 2 * d_, saved + 3 * d_, e_);
-    const A b = saved[3 * d_];
+    const Real b = saved[3 * d_];
     for (int64_t i = 0; i < d_; ++i) d_z[i] = l_[i] = d_out[i] + m_[i], u_[i] = b * e_[i];
     clear_products();
     for_columns(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
-      Vector<A> l[NV], u[NV], of_key[NV];
+      Vector<Real> l[NV], u[NV], of_key[NV];
       FWP_UNROLL for (int n = 0; n < NV; ++n)
-        l[n] = load(l_ + j + n * kLanes<A>), u[n] = load(u_ + j + n * kLanes<A>), of_key[n] = Vector<A>{};
+        l[n] = load(l_ + j + n * kLanes<Real>), u[n] = load(u_ + j + n * kLanes<Real>), of_key[n] = Vector<Real>{};
       for (int64_t i = 0; i < d_; ++i) {
-        Vector<A> product = load(products_ + i * kLanes<A>);
+        Vector<Real> product = load(products_ + i * kLanes<Real>);
         FWP_UNROLL for (int n = 0; n < NV; ++n) {
-          A *const w = w_[i] + j + n * kLanes<A>, *const g = g_[i] + j + n * kLanes<A>;
-          const Vector<A> state = load(w), gradient = load(g) + q_[i] * l[n];
+          Real *const w = w_[i] + j + n * kLanes<Real>, *const g = g_[i] + j + n * kLanes<Real>;
+          const Vector<Real> state = load(w), gradient = load(g) + q_[i] * l[n];
           product += state * l[n];
           store(w, state - k_[i] * u[n]);
           store(g, gradient);
           of_key[n] += k_[i] * gradient;
         }
-        store(products_ + i * kLanes<A>, product);
+        store(products_ + i * kLanes<Real>, product);
       }
-      FWP_UNROLL for (int n = 0; n < NV; ++n) store(v_ + j + n * kLanes<A>, of_key[n]);
+      FWP_UNROLL for (int n = 0; n < NV; ++n) store(v_ + j + n * kLanes<Real>, of_key[n]);
     });
     sum_products(d_q_);
-    A d_b = 0;
+    Real d_b = 0;
     for (int64_t i = 0; i < d_; ++i) d_b += v_[i] * e_[i], v_[i] *= b;  // v_: d_e
     clear_products();
     for_columns(d_, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = decltype(vectors)::value;
-      Vector<A> d_e[NV], u[NV];
-      FWP_UNROLL for (int n = 0; n < NV; ++n) d_e[n] = load(v_ + j + n * kLanes<A>), u[n] = load(u_ + j + n * kLanes<A>);
+      Vector<Real> d_e[NV], u[NV];
+      FWP_UNROLL for (int n = 0; n < NV; ++n) d_e[n] = load(v_ + j + n * kLanes<Real>), u[n] = load(u_ + j + n * kLanes<Real>);
       for (int64_t i = 0; i < d_; ++i) {
-        Vector<A> product = load(products_ + i * kLanes<A>);
+        Vector<Real> product = load(products_ + i * kLanes<Real>);
         FWP_UNROLL for (int n = 0; n < NV; ++n) {
-          A* const g = g_[i] + j + n * kLanes<A>;
-          const Vector<A> gradient = load(g);
-          product += gradient * u[n] - load(w_[i] + j + n * kLanes<A>) * d_e[n];
+          Real* const g = g_[i] + j + n * kLanes<Real>;
+          const Vector<Real> gradient = load(g);
+          product += gradient * u[n] - load(w_[i] + j + n * kLanes<Real>) * d_e[n];
           store(g, gradient - k_[i] * d_e[n]);
         }
-        store(products_ + i * kLanes<A>, product);
+        store(products_ + i * kLanes<Real>, product);
       }
     });
     sum_products(d_k_);
@@ -195,34 +199,34 @@ class RecurrentDelta {
       std::copy(d_x_, d_x_ + d_, m_);
       return;
     }
-    multiply<A>(d_x_, of_gate_, gates_, d_, nullptr, m_);
+    multiply<Real>(d_x_, of_gate_, gates_, d_, nullptr, m_);
     for (int64_t i = 0; i < d_; ++i) o_[i] = before ? before[i] : 0;
-    for_vectors<A>(d_, [&](int64_t i, int64_t) {
-      const Vector<A> s = hyperbolic_tangent(load(o_ + i));
-      store(m_ + i, load(m_ + i) * (A(1) - s * s));
+    for_vectors<Real>(d_, [&](int64_t i, int64_t) {
+      const Vector<Real> s = hyperbolic_tangent(load(o_ + i));
+      store(m_ + i, load(m_ + i) * (Real(1) - s * s));
     });
   }
 
   // Sums over the lanes of a vector for each row.
-  void clear_products() { std::fill(products_, products_ + d_ * kLanes<A>, A(0)); }
-  void sum_products(A* to) {
-    for (int64_t i = 0; i < d_; i += kLanes<A>) {
-      Vector<A> parts[kLanes<A>];
-      FWP_UNROLL for (int n = 0; n < kLanes<A>; ++n) parts[n] = load(products_ + (i + n) * kLanes<A>);
-      sum_lanes_of_each<A>(parts);
+  void clear_products() { std::fill(products_, products_ + d_ * kLanes<Real>, Real(0)); }
+  void sum_products(Real* to) {
+    for (int64_t i = 0; i < d_; i += kLanes<Real>) {
+      Vector<Real> parts[kLanes<Real>];
+      FWP_UNROLL for (int n = 0; n < kLanes<Real>; ++n) parts[n] = load(products_ + (i + n) * kLanes<Real>);
+      sum_lanes_of_each<Real>(parts);
       store(to + i, parts[0]);
     }
   }
 
   // W before token t, which is a document's first: from the state that was kept before it.
-  void rebuild(int64_t t, const uint8_t* marks, Tokens<const A> saved, const A* kept) {
+  void rebuild(int64_t t, const uint8_t* marks, Tokens<const Real> saved, const Real* kept) {
     const int64_t begin = t / kKeptEvery * kKeptEvery;
     clear(w_);  // NaN times the zeros of padding lanes was NaN there: it would reach all earlier documents
     load_matrix(kept + begin / kKeptEvery * d_ * d_, w_);
     for (int64_t s = begin; s < t; ++s) {
       if (marks[s] & kBegins) clear(w_);
       if (marks[s] & kIsPadding) continue;
-      const A *k = saved[s] + d_, *e = saved[s] + 2 * d_, b = saved[s][3 * d_];
+      const Real *k = saved[s] + d_, *e = saved[s] + 2 * d_, b = saved[s][3 * d_];
       for (int64_t i = 0; i < d_; ++i)
         for (int64_t j = 0; j < d_; ++j) w_[i][j] += k[i] * (b * e[j]);
     }
@@ -230,8 +234,8 @@ class RecurrentDelta {
 
   const int64_t d_, gates_;
   const bool feeds_back_;
-  Tokens<A> w_, g_, r_, of_gate_;  // W, G, R and its transpose
-  A *x_, *q_, *k_, *d_x_, *v_, *s_, *o_, *e_, *u_, *m_, *l_, *d_q_, *d_k_, *products_;
+  Tokens<Real> w_, g_, r_, of_gate_;  // W, G, R and its transpose
+  Real *x_, *q_, *k_, *d_x_, *v_, *s_, *o_, *e_, *u_, *m_, *l_, *d_q_, *d_k_, *products_;
 };
 
 }  // namespace fwp

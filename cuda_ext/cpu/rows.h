@@ -31,49 +31,49 @@ FWP_INLINE Vector<double> exponential(Vector<double> x) {
 // What a gate is opened by: x sigmoid(x), or sigmoid(x).
 enum class Opening { kSilu, kSigmoid };
 
-template <Opening kOpening, typename A>
+template <Opening kOpening, typename Real>
 struct Opened {
-  Vector<A> value, derivative;
+  Vector<Real> value, derivative;
 
-  explicit FWP_INLINE Opened(Vector<A> x) {
-    const Vector<A> sigmoid = A(1) / (A(1) + exponential(-x));
+  explicit FWP_INLINE Opened(Vector<Real> x) {
+    const Vector<Real> sigmoid = Real(1) / (Real(1) + exponential(-x));
     value = kOpening == Opening::kSilu ? x * sigmoid : sigmoid;
-    derivative = kOpening == Opening::kSilu ? sigmoid + value * (A(1) - sigmoid) : sigmoid * (A(1) - sigmoid);
+    derivative = kOpening == Opening::kSilu ? sigmoid + value * (Real(1) - sigmoid) : sigmoid * (Real(1) - sigmoid);
   }
 };
 
 // The sum of f(first element, number of elements) over the vectors of n elements; f gives zeros after their number.
-template <typename A, typename F>
-FWP_INLINE A sum_over(int64_t n, F f) {
+template <typename Real, typename F>
+FWP_INLINE Real sum_over(int64_t n, F f) {
   constexpr int kSums = 4;  // independent, so that additions do not wait for each other
-  Vector<A> sums[kSums] = {};
+  Vector<Real> sums[kSums] = {};
   int64_t i = 0;
-  for (; i + kSums * kLanes<A> <= n; i += kSums * kLanes<A>)
-    FWP_UNROLL for (int part = 0; part < kSums; ++part) sums[part] += f(i + part * kLanes<A>, kLanes<A>);
-  for (; i < n; i += kLanes<A>) sums[0] += f(i, n - i);
-  return sum_lanes<A>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i + kSums * kLanes<Real> <= n; i += kSums * kLanes<Real>)
+    FWP_UNROLL for (int part = 0; part < kSums; ++part) sums[part] += f(i + part * kLanes<Real>, kLanes<Real>);
+  for (; i < n; i += kLanes<Real>) sums[0] += f(i, n - i);
+  return sum_lanes<Real>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-template <typename A, typename F>
+template <typename Real, typename F>
 FWP_INLINE void for_vectors(int64_t n, F f) {
-  for (int64_t i = 0; i < n; i += kLanes<A>) f(i, n - i);
+  for (int64_t i = 0; i < n; i += kLanes<Real>) f(i, n - i);
 }
 
 // SiLU(x) * y for rows of n numbers.
 template <typename T>
 struct GatedSilu {
-  using A = Arithmetic<T>;
+  using Real = Arithmetic<T>;
   int64_t n;
 
   void forward(const T* x, const T* y, T* out) const {
-    for_vectors<A>(n, [&](int64_t i, int64_t left) {
-      write(out + i, Opened<Opening::kSilu, A>(read(x + i, left)).value * read(y + i, left), left);
+    for_vectors<Real>(n, [&](int64_t i, int64_t left) {
+      write(out + i, Opened<Opening::kSilu, Real>(read(x + i, left)).value * read(y + i, left), left);
     });
   }
   void backward(const T* x, const T* y, const T* d_out, T* d_x, T* d_y) const {
-    for_vectors<A>(n, [&](int64_t i, int64_t left) {
-      const Opened<Opening::kSilu, A> opened(read(x + i, left));
-      const Vector<A> d = read(d_out + i, left);
+    for_vectors<Real>(n, [&](int64_t i, int64_t left) {
+      const Opened<Opening::kSilu, Real> opened(read(x + i, left));
+      const Vector<Real> d = read(d_out + i, left);
       write(d_x + i, d * read(y + i, left) * opened.derivative, left);
       write(d_y + i, d * opened.value, left);
     });
@@ -87,37 +87,37 @@ struct GatedSilu {
 // and, with e = d_out w a(g), d_x = r (e - factor r^2 (e . x) x). No weight, or no gate: without that factor.
 template <typename T, Opening kOpening>
 struct RowNorm {
-  using A = Arithmetic<T>;
+  using Real = Arithmetic<T>;
   int64_t n;
-  const A* weight;  // may be null
-  A factor, epsilon;
+  const Real* weight;  // may be null
+  Real factor, epsilon;
 
-  A inverse_length(const T* x) const {
-    return A(1) / std::sqrt(epsilon + factor * sum_over<A>(n, [&](int64_t i, int64_t left) {
-      const Vector<A> part = read(x + i, left);
+  Real inverse_length(const T* x) const {
+    return Real(1) / std::sqrt(epsilon + factor * sum_over<Real>(n, [&](int64_t i, int64_t left) {
+      const Vector<Real> part = read(x + i, left);
       return part * part;
     }));
   }
-  FWP_INLINE Vector<A> weight_of(int64_t i, int64_t left) const {
-    return weight ? read(weight + i, left) : Vector<A>{} + A(1);
+  FWP_INLINE Vector<Real> weight_of(int64_t i, int64_t left) const {
+    return weight ? read(weight + i, left) : Vector<Real>{} + Real(1);
   }
 
   void forward(const T* x, const T* gate, T* out) const {
-    const A r = inverse_length(x);
-    for_vectors<A>(n, [&](int64_t i, int64_t left) {
-      Vector<A> y = r * read(x + i, left) * weight_of(i, left);
-      if (gate) y *= Opened<kOpening, A>(read(gate + i, left)).value;
+    const Real r = inverse_length(x);
+    for_vectors<Real>(n, [&](int64_t i, int64_t left) {
+      Vector<Real> y = r * read(x + i, left) * weight_of(i, left);
+      if (gate) y *= Opened<kOpening, Real>(read(gate + i, left)).value;
       write(out + i, y, left);
     });
   }
   // d_weight is added to, d_gate is null without a gate; scratch has n numbers.
-  void backward(const T* x, const T* gate, const T* d_out, T* d_x, T* d_gate, A* d_weight, A* scratch) const {
-    const A r = inverse_length(x);
-    const A product = sum_over<A>(n, [&](int64_t i, int64_t left) {
-      const Vector<A> part = read(x + i, left), normal = r * part, w = weight_of(i, left);
-      Vector<A> d = read(d_out + i, left);
+  void backward(const T* x, const T* gate, const T* d_out, T* d_x, T* d_gate, Real* d_weight, Real* scratch) const {
+    const Real r = inverse_length(x);
+    const Real product = sum_over<Real>(n, [&](int64_t i, int64_t left) {
+      const Vector<Real> part = read(x + i, left), normal = r * part, w = weight_of(i, left);
+      Vector<Real> d = read(d_out + i, left);
       if (gate) {
-        const Opened<kOpening, A> opened(read(gate + i, left));
+        const Opened<kOpening, Real> opened(read(gate + i, left));
         write(d_gate + i, d * normal * w * opened.derivative, left);
         d *= opened.value;
       }
@@ -126,8 +126,8 @@ struct RowNorm {
       write(scratch + i, d, left);
       return d * part;
     });
-    const A share = factor * r * r * product;
-    for_vectors<A>(n, [&](int64_t i, int64_t left) {
+    const Real share = factor * r * r * product;
+    for_vectors<Real>(n, [&](int64_t i, int64_t left) {
       write(d_x + i, r * (read(scratch + i, left) - share * read(x + i, left)), left);
     });
   }

@@ -28,25 +28,38 @@ constexpr int kTokensAhead = 8;
 constexpr int64_t kFewRows = 32;
 
 // A matrix with any strides. `data` may be null.
-template <typename A>
+template <typename Real>
 struct Matrix {
-  A* data;
+  Real* data;
   int64_t row_stride, column_stride;
 };
 
+// Copy a matrix to one with other strides.
+template <typename Real>
+void copy_matrix(std::type_identity_t<Matrix<const Real>> from, int64_t rows, int64_t columns, Matrix<Real> to) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const Real* const x = from.data + i * from.row_stride;
+    Real* const y = to.data + i * to.row_stride;
+    if (from.column_stride == 1 && to.column_stride == 1)
+      std::memcpy(y, x, columns * sizeof(Real));
+    else
+      for (int64_t j = 0; j < columns; ++j) y[j * to.column_stride] = x[j * from.column_stride];
+  }
+}
+
 // The address of element i of p. p may be null and i may be past the end, which pointer arithmetic does not allow.
-template <typename A>
-FWP_INLINE A* address(A* p, int64_t i) {
-  return reinterpret_cast<A*>(reinterpret_cast<uintptr_t>(p) + uintptr_t(i) * sizeof(A));
+template <typename Real>
+FWP_INLINE Real* address(Real* p, int64_t i) {
+  return reinterpret_cast<Real*>(reinterpret_cast<uintptr_t>(p) + uintptr_t(i) * sizeof(Real));
 }
 
 // One vector per token. The elements of a vector are contiguous.
-template <typename A>
+template <typename Real>
 struct Tokens {
-  static constexpr int64_t kLine = kLineBytes / int64_t(sizeof(A));  // elements
-  A* data;
+  static constexpr int64_t kLine = kLineBytes / int64_t(sizeof(Real));  // elements
+  Real* data;
   int64_t stride;
-  A* operator[](int64_t t) const { return data + t * stride; }
+  Real* operator[](int64_t t) const { return data + t * stride; }
   Tokens from(int64_t column) const { return {address(data, column), stride}; }
   Tokens reversed(int64_t length) const { return {address(data, (length - 1) * stride), -stride}; }
 };
@@ -54,7 +67,7 @@ struct Tokens {
 // Prefetches the next tokens, including those that will be written, because a store waits for its cache line like a
 // load. It fetches one line per row of the pass. Fetching all lines at once delayed the loads after them: passes over
 // thousands of tokens took 10 to 20 % longer.
-template <typename A, int T, int kKinds>
+template <typename Real, int T, int kKinds>
 class Ahead {
  public:
   // T tokens from t on of each of x, if `wanted`.
@@ -64,7 +77,7 @@ class Ahead {
     if (!wanted) return;
     int n = 0;
     const auto add = [&](const auto& tokens) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < T; ++s) token_[n++] = address<const A>(tokens.data, (t + s) * tokens.stride);
+      FWP_UNROLL for (int s = 0; s < T; ++s) token_[n++] = address<const Real>(tokens.data, (t + s) * tokens.stride);
     };
     (add(x), ...);
     FWP_UNROLL for (; n < kSlots; ++n) token_[n] = token_[0];
@@ -78,27 +91,27 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kLine = Tokens<A>::kLine;
+  static constexpr int64_t kLine = Tokens<Real>::kLine;
   static constexpr int kSlots = (T * kKinds + kLine - 1) / kLine * kLine;  // several lines per row if tokens are many
   const bool wanted_;
-  const A* token_[kSlots];
+  const Real* token_[kSlots];
 };
 
 struct NothingAhead {
   FWP_INLINE void fetch(int64_t) const {}
 };
 
-template <typename A>
+template <typename Real>
 struct Rates {  // one number per token
-  A* data;
+  Real* data;
   int64_t stride;
-  A& operator[](int64_t t) const { return data[t * stride]; }
+  Real& operator[](int64_t t) const { return data[t * stride]; }
   Rates reversed(int64_t length) const { return {address(data, (length - 1) * stride), -stride}; }
 };
 
-template <typename A, int NV>
+template <typename Real, int NV>
 struct Group {  // NV vectors of adjacent columns
-  Vector<A> x[NV];
+  Vector<Real> x[NV];
 
   Group() = default;
   FWP_INLINE Group(const Group& other) { *this = other; }
@@ -106,38 +119,38 @@ struct Group {  // NV vectors of adjacent columns
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = other.x[n];
     return *this;
   }
-  FWP_INLINE void load_from(const A* p, int64_t columns) {
-    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = load_part(p + n * kLanes<A>, columns - n * kLanes<A>);
+  FWP_INLINE void load_from(const Real* p, int64_t columns) {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = load_part(p + n * kLanes<Real>, columns - n * kLanes<Real>);
   }
-  FWP_INLINE void store_to(A* p, int64_t columns) const {
-    FWP_UNROLL for (int n = 0; n < NV; ++n) store_part(p + n * kLanes<A>, x[n], columns - n * kLanes<A>);
+  FWP_INLINE void store_to(Real* p, int64_t columns) const {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) store_part(p + n * kLanes<Real>, x[n], columns - n * kLanes<Real>);
   }
   FWP_INLINE void clear() {
-    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = Vector<A>{};
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = Vector<Real>{};
   }
-  FWP_INLINE void scale(A factor) {
+  FWP_INLINE void scale(Real factor) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] *= factor;
   }
   // Keep the compiler from fusing earlier operations with later ones.
   FWP_INLINE void round() {
-    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = in_register<A>(x[n]);
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = in_register<Real>(x[n]);
   }
   FWP_INLINE void add(const Group& other) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] += other.x[n];
   }
-  FWP_INLINE void add(A factor, const Group& other) {
+  FWP_INLINE void add(Real factor, const Group& other) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] += factor * other.x[n];
   }
   // Not add(-factor, other): that would negate each factor before it is broadcast to a vector.
-  FWP_INLINE void subtract(A factor, const Group& other) {
+  FWP_INLINE void subtract(Real factor, const Group& other) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] -= factor * other.x[n];
   }
 };
 
 // One vector. The sum of its lanes is the product x . y.
-template <typename A, int NV>
-FWP_INLINE Vector<A> multiply_lanes(const Group<A, NV>& x, const Group<A, NV>& y) {
-  Vector<A> product = x.x[0] * y.x[0];
+template <typename Real, int NV>
+FWP_INLINE Vector<Real> multiply_lanes(const Group<Real, NV>& x, const Group<Real, NV>& y) {
+  Vector<Real> product = x.x[0] * y.x[0];
   FWP_UNROLL for (int n = 1; n < NV; ++n) product += x.x[n] * y.x[n];
   return product;
 }
@@ -145,9 +158,9 @@ FWP_INLINE Vector<A> multiply_lanes(const Group<A, NV>& x, const Group<A, NV>& y
 // Sums over the rows of a block, one per token. Partial sums over kSumRows rows are added up separately. One running
 // sum over hundreds of rows would have several times the rounding error of a matrix product of the same precision.
 constexpr int64_t kSumRows = 32;
-template <typename A, int NV, int T>
+template <typename Real, int NV, int T>
 struct RowSums {
-  Group<A, NV> total[T];
+  Group<Real, NV> total[T];
 
   FWP_INLINE explicit RowSums(int64_t rows) : several_parts_(rows > kSumRows) {
     FWP_UNROLL for (int s = 0; s < T; ++s) total[s].clear();
@@ -167,7 +180,7 @@ struct RowSums {
 
  private:
   const bool several_parts_;
-  Group<A, NV> aside_[T];
+  Group<Real, NV> aside_[T];
 };
 
 // Rows of a given state to prefetch ahead. Hardware prefetching stops at page borders, and a decoding step is limited
@@ -176,23 +189,20 @@ constexpr int64_t kRowsAhead = 24;
 
 // The block in memory. The first pass reads the given state and the last pass writes the new state, if their layout
 // allows it. In between, the block is in `work`, which is contiguous and fits in the first-level cache.
-template <typename A, int NV>
+template <typename Real, int NV>
 class StateBlock {
  public:
-  static constexpr int64_t kWidth = NV * kLanes<A>;
+  static constexpr int64_t kWidth = NV * kLanes<Real>;
 
-  StateBlock(int64_t rows, int64_t columns, Matrix<const A> initial, Matrix<A> final, A* work)
+  StateBlock(int64_t rows, int64_t columns, Matrix<const Real> initial, Matrix<Real> final, Real* work)
       : rows(rows), columns(columns), final_(final), work_(work), source_(work), source_stride_(kWidth) {
     if (initial.data && initial.column_stride == 1 && columns == kWidth) {
       source_ = initial.data;
       source_stride_ = initial.row_stride;
       return;
     }
-    std::memset(work, 0, rows * kWidth * sizeof(A));
-    if (!initial.data) return;
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j)
-        work[i * kWidth + j] = initial.data[i * initial.row_stride + j * initial.column_stride];
+    std::memset(work, 0, rows * kWidth * sizeof(Real));
+    if (initial.data) copy_matrix<Real>(initial, rows, columns, {work, kWidth, 1});
   }
 
   // f(i, w) reads row i and must not change it. settle() is called between parts of kSumRows rows.
@@ -201,28 +211,28 @@ class StateBlock {
     for (int64_t begin = 0; begin < rows; begin += kSumRows) {
       const int64_t end = std::min(rows, begin + kSumRows);
       for (int64_t i = begin; i < end; ++i) {
-        Group<A, NV> w;
+        Group<Real, NV> w;
         w.load_from(source_ + i * source_stride_, kWidth);
         FWP_UNROLL for (int n = 0; n < NV; ++n)
-          __builtin_prefetch(address(source_, (i + kRowsAhead) * source_stride_ + n * kLanes<A>));
+          __builtin_prefetch(address(source_, (i + kRowsAhead) * source_stride_ + n * kLanes<Real>));
         f(i, w);
       }
       if (end < rows) settle();
     }
   }
 
-  // f(i, w) changes row i; settle() as above. ahead.fetch(i) is called for every row. `last`: this is the last pass
+  // f(i, w) changes row i; settle() as above. ahead.fetch(i) is called for every row. `is_last`: this is the last pass
   // that changes rows.
   template <typename Fetch, typename F, typename S>
-  FWP_INLINE void change_rows(bool last, const Fetch& ahead, F f, S settle) {
-    const bool to_final = last && final_.data && columns == kWidth;
-    A* target = to_final ? final_.data : work_;
+  FWP_INLINE void change_rows(bool is_last, const Fetch& ahead, F f, S settle) {
+    const bool to_final = is_last && final_.data && columns == kWidth;
+    Real* target = to_final ? final_.data : work_;
     const int64_t target_stride = to_final ? final_.row_stride : kWidth;
     for (int64_t begin = 0; begin < rows; begin += kSumRows) {
       const int64_t end = std::min(rows, begin + kSumRows);
       for (int64_t i = begin; i < end; ++i) {
         ahead.fetch(i);
-        Group<A, NV> w;
+        Group<Real, NV> w;
         w.load_from(source_ + i * source_stride_, kWidth);
         f(i, w);
         w.store_to(target + i * target_stride, kWidth);
@@ -241,27 +251,25 @@ class StateBlock {
 
   // Store the new state if the last pass could not.
   void finish() const {
-    if (!final_.data || source_ == final_.data) return;
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j) final_.data[i * final_.row_stride + j] = source_[i * source_stride_ + j];
+    if (final_.data && source_ != final_.data) copy_matrix({source_, source_stride_, 1}, rows, columns, final_);
   }
 
   const int64_t rows, columns;
 
  private:
-  Matrix<A> final_;
-  A* work_;
-  const A* source_;
+  Matrix<Real> final_;
+  Real* work_;
+  const Real* source_;
   int64_t source_stride_;
 };
 
 // Call f(block), then store the new state. For a full block, the width passed to f is a constant, which makes passes
 // over short rows 10 % faster.
-template <typename A, int NV, typename F>
-FWP_INLINE void with_block(int64_t rows, int64_t columns, Matrix<const A> initial, Matrix<A> final, A* work, F f) {
-  constexpr int64_t width = NV * kLanes<A>;
+template <typename Real, int NV, typename F>
+FWP_INLINE void with_block(int64_t rows, int64_t columns, Matrix<const Real> initial, Matrix<Real> final, Real* work, F f) {
+  constexpr int64_t width = NV * kLanes<Real>;
   const auto run = [&](int64_t columns) __attribute__((always_inline)) {
-    StateBlock<A, NV> block(rows, columns, initial, final, work);
+    StateBlock<Real, NV> block(rows, columns, initial, final, work);
     f(block);
     block.finish();
   };

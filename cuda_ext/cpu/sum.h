@@ -10,24 +10,24 @@
 
 namespace fwp {
 
-template <typename A, int NV>
+template <typename Real, int NV>
 struct SumScan {
-  StateBlock<A, NV>& block;
-  Tokens<const A> q, k, v;
-  Tokens<A> out;
+  StateBlock<Real, NV>& block;
+  Tokens<const Real> q, k, v;
+  Tokens<Real> out;
 
   template <int T>
-  FWP_INLINE void run(int64_t t, bool last) {
-    Group<A, NV> value[T];
-    RowSums<A, NV, T> read(block.rows);
-    const A *key[T], *query[T];
+  FWP_INLINE void run(int64_t t, bool is_last) {
+    Group<Real, NV> value[T];
+    RowSums<Real, NV, T> read(block.rows);
+    const Real *key[T], *query[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
       value[s].load_from(v[t + s], block.columns);
     }
-    const Ahead<A, T, 4> ahead(!last && block.rows > kFewRows, t + kTokensAhead, q, k, v, out);
-    block.change_rows(last, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
+    const Ahead<Real, T, 4> ahead(!is_last && block.rows > kFewRows, t + kTokensAhead, q, k, v, out);
+    block.change_rows(is_last, ahead, [&](int64_t i, Group<Real, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         w.add(key[s][i], value[s]);
         read.total[s].add(query[s][i], w);

@@ -49,16 +49,16 @@ inline bool has_warps(const ScanSize& size, const ShapeSize& shape, int64_t warp
   return threads >= kWarp * warps;
 }
 
-template <typename A>
+template <typename Real>
 Shape choose_shape(const ScanSize& size, const Gpu& gpu) {
   if (size.rows > kWarp * kWide.rows) return Shape::tall;
-  if (sizeof(A) == 8) return Shape::narrow;
+  if (sizeof(Real) == 8) return Shape::narrow;
   return has_warps(size, kWide, kWarpsToFill * gpu.multiprocessors) ? Shape::wide : Shape::narrow;
 }
-template <typename A>
+template <typename Real>
 Shape choose_summing_shape(const ScanSize& size) {
   if (size.rows > kWarp * kWide.rows) return Shape::tall;
-  if (sizeof(A) == 8) return Shape::narrow;
+  if (sizeof(Real) == 8) return Shape::narrow;
   if (has_warps(size, kWide, kWideWarpsToSum)) return Shape::wide;
   return has_warps(size, kMedium, kMediumWarpsToSum) ? Shape::medium : Shape::narrow;
 }

@@ -21,7 +21,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using Turns = Relay<kRows, Pass::kMostTeams>;
 
   Brought d_out, value;  // value: the errors, if the rule erases
-  Matrices<const float> d_last;
+  Matrices<const float> d_final;
   float* d_initial;
   Output d_v, d_rate;
   StateGradients<kRows, kFades> gradients;  // G after each chunk
@@ -63,21 +63,21 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const int team = this->team();
     const OfTeam own = memory.of_teams[team];
     State g;
-    this->load(d_last, g);
+    this->load(d_final, g);
     if (!ends && team == 0) gradients.store(g, this->head() * this->chunks() + this->end() - 1, this->warp());
     this->put_starts({&this->query, &this->key, &d_out, &value, &this->rate, &this->decay}, memory.starts);
     const int chunks = int(this->end() - this->begin());
-    const int64_t last = this->end() - 1;
+    const int64_t last_chunk = this->end() - 1;
     Scalars next;
-    if (team < chunks) next = fill(memory.starts, own.stages[0], last - team);
+    if (team < chunks) next = fill(memory.starts, own.stages[0], last_chunk - team);
     for (int i = team, of_team = 0; i < chunks; i += this->teams, ++of_team) {
       const Stage chunk = own.stages[of_team];
       this->put_scalars(next, chunk);
       wait_copies<0>();
       // From here on, this chunk may be used and the other stage may be filled.
       memory.relay.wait_for_team(team);
-      if (kRates && of_team > 0) this->store_sums(d_rate, last - i + this->teams, own.d_rate);
-      if (i + this->teams < chunks) next = fill(memory.starts, own.stages[of_team + 1], last - i - this->teams);
+      if (kRates && of_team > 0) this->store_sums(d_rate, last_chunk - i + this->teams, own.d_rate);
+      if (i + this->teams < chunks) next = fill(memory.starts, own.stages[of_team + 1], last_chunk - i - this->teams);
       run_chunk(i, memory.starts[3], chunk, own, memory.relay, g);
     }
     if constexpr (kRates) {
@@ -105,10 +105,12 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     Product values;  // of the last block, then of the one before
     if constexpr (kRates && kErases) this->load_errors(errors, n, kChunkBlocks - 1, values);
     const bool gives_results = !ends, writes = kErases || gives_results;  // writes: whether d_U is needed
+    // P and the inverses of the diagonal blocks of 1 + b A.
     if (writes)
       this->template make_scores<kExact>(chunk.query, chunk.key, chunk.decays, own.scores,
                                        [&](int t, int, float x) { return chunk.rate[t] * x; });
     relay.wait_for_team(team);  // for the scores
+    // d_U = P^T d_out + w K G, from here on transposed.
     Product d_write[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(d_write[t]);
     FWP_UNROLL for (int s = 0; s < kChunkBlocks && writes; ++s) {
@@ -120,7 +122,9 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     }
     relay.take(i, team, warp, g);
     if (writes) read_g(g, chunk, d_write);
+    // G = c_C G + (c Q)^T d_out.
     add_reads(chunk, g);
+    // From the last block of tokens back: d_U -= A^T D, d_b = d_U . E, D = b d_U, G -= (c K)^T D.
     float of_rates[kChunkBlocks][4];
     FWP_UNROLL for (int t = kChunkBlocks; writes && t-- > 0;) {
       Product& d = d_write[t];

@@ -211,13 +211,13 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
   // <G, W> over this warp's columns.
   FWP_DEVICE void sum_state(const Memory& memory, const typename Pass::State& g) const {
     const StateBefore<kRows, kFades>& state = memory.state;
-    const float* const first = state.exact + pair() * state.pitch + this->own_column() + line();
+    const float* const from = state.exact + pair() * state.pitch + this->own_column() + line();
     float sum = 0;
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
       FWP_UNROLL for (int h = 0; h < 2; ++h)
         FWP_UNROLL for (int e = 0; e < 2; ++e)
           FWP_UNROLL for (int r = 0; r < 2; ++r)
-            sum = fma(g[i][h][2 * r + e], first[(i * kBlock + 8 * h + e) * state.pitch + 8 * r], sum);
+            sum = fma(g[i][h][2 * r + e], from[(i * kBlock + 8 * h + e) * state.pitch + 8 * r], sum);
     FWP_UNROLL for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane() == 0) memory.d_decay.of_state[this->warp()] = sum;
   }
@@ -260,8 +260,8 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
       }
   }
 
-  // d_q and d_k of token block t, for 16 numbers from `first` on.
-  FWP_DEVICE void give(int64_t n, int t, int first, const Memory& memory) const {
+  // d_q and d_k of token block t, for 16 numbers from `column` on.
+  FWP_DEVICE void give(int64_t n, int t, int column, const Memory& memory) const {
     const Scores& scores = memory.scores;  // d_P and d_A by now
     const int row = t * kBlock;
     Product of_query, of_key, erased;
@@ -271,28 +271,28 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     Factor left, right;
     FWP_UNROLL_BY(1) for (int j = 0; j < this->block_columns(); j += kBlock) {
       Factor state[StateBefore<kRows, kFades>::kParts];
-      memory.state.right(j, first, state);
+      memory.state.right(j, column, state);
       memory.d_out.left(row, j, left);
       multiply(of_query, left, state);
       if constexpr (kErases) {
         memory.d.left(row, j, left);
         multiply(erased, left, state);
       }
-      memory.g.right(j, first, right);
+      memory.g.right(j, column, right);
       memory.write.left(row, j, left);
       multiply(of_key, left, right);
     }
     if constexpr (kFades) {
       const Decays& decays = memory.decays;
-      sum_columns(of_query, erased, of_key, t, first, memory);
+      sum_columns(of_query, erased, of_key, t, column, memory);
       fade_rows(row, of_query, [&](int t) { return decays.from_start(t); });
       fade_rows(row, erased, [&](int t) { return decays.from_start(t); });
       fade_rows(row, of_key, [&](int t) { return decays.to_end(t); });
     }
     FWP_UNROLL for (int s = 0; s < kChunkBlocks; ++s) {
       Factor key, query;
-      memory.key.right(s * kBlock, first, key);
-      memory.query.right(s * kBlock, first, query);
+      memory.key.right(s * kBlock, column, key);
+      memory.query.right(s * kBlock, column, query);
       FWP_UNROLL for (int m = kOfTokens; m-- > 0;) {
         if (s <= t) {
           scores.read[m].left(row, s * kBlock, left);
@@ -313,8 +313,8 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
       }
     }
     if constexpr (kErases) subtract(of_key, erased);
-    store_keys(d_q, n, row, first, of_query);
-    store_keys(d_k, n, row, first, of_key);
+    store_keys(d_q, n, row, column, of_query);
+    store_keys(d_k, n, row, column, of_key);
   }
 
   template <typename Of>
@@ -322,14 +322,14 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     for_elements(x, [&](int t, int, float& number) { number *= fades(first + t); });
   }
 
-  // For token block t and 16 numbers of the key from `first` on: q d_Q - k d_K where a token reads, k d_K where it writes.
-  FWP_DEVICE static void sum_columns(const Product& of_query, const Product& erased, const Product& of_key, int t, int first,
+  // For token block t and 16 numbers of the key from `column` on: q d_Q - k d_K where a token reads, k d_K where it writes.
+  FWP_DEVICE static void sum_columns(const Product& of_query, const Product& erased, const Product& of_key, int t, int column,
                                      const Memory& memory) {
     FWP_UNROLL for (int r = 0; r < 2; ++r) {
       const int token = t * kBlock + line() + 8 * r;
       float reads = 0, writes = 0;
       FWP_UNROLL for (int h = 0; h < 2; ++h) {
-        const uint32_t q = memory.query.get(token, first + 8 * h + pair()), k = memory.key.get(token, first + 8 * h + pair());
+        const uint32_t q = memory.query.get(token, column + 8 * h + pair()), k = memory.key.get(token, column + 8 * h + pair());
         const int i = 2 * r;
         reads = fma(low(q), of_query[h][i], fma(high(q), of_query[h][i + 1], reads));
         if constexpr (kErases) reads -= fma(low(k), erased[h][i], high(k) * erased[h][i + 1]);
@@ -340,17 +340,17 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
         writes += __shfl_xor_sync(0xffffffffu, writes, distance);
       }
       if (pair() > 0) continue;
-      memory.d_decay.of_reads[first / kBlock * kChunkTokens + token] = reads;
-      memory.d_decay.of_writes[first / kBlock * kChunkTokens + token] = writes;
+      memory.d_decay.of_reads[column / kBlock * kChunkTokens + token] = reads;
+      memory.d_decay.of_writes[column / kBlock * kChunkTokens + token] = writes;
     }
   }
 
-  FWP_DEVICE void store_keys(const Output& to, int64_t n, int row, int first, Product& x) const {
+  FWP_DEVICE void store_keys(const Output& to, int64_t n, int row, int column, Product& x) const {
     if (!to.data) return;
     Bfloat16* const data = static_cast<Bfloat16*>(to.data) + this->first_token(n) * this->size.rows;
     const int tokens = this->count(n);
     for_pairs(x, [&](int t, int i, float a, float b) {
-      const int token = row + t, at = first + i;
+      const int token = row + t, at = column + i;
       if (token >= tokens || at >= this->size.rows) return;
       Bfloat16* const target = data + token * this->size.rows + at;
       if (this->size.rows % 2 == 0) {

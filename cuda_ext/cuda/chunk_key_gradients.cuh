@@ -171,13 +171,14 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
   }
   // c d_out and w V, and the products of all z. The warps share the numbers of a value.
   FWP_DEVICE void scale_others(const Memory& memory) const {
-    FWP_UNROLL_BY(1) for (int first = this->own_column(); first < this->value_columns(); first += this->block_columns()) {
+    FWP_UNROLL_BY(1) for (int first_value = this->own_column(); first_value < this->value_columns();
+                          first_value += this->block_columns()) {
       KeySlice values;
-      memory.others.load_decays(first, values);
-      memory.others.query.load(first, values.reader);
-      memory.others.key.load(first, values.writer);
+      memory.others.load_decays(first_value, values);
+      memory.others.query.load(first_value, values.reader);
+      memory.others.key.load(first_value, values.writer);
       const DecayProducts<kChunkTokens / kSpan> products(values);
-      const int i = first + own_number();
+      const int i = first_value + own_number();
       FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
         float read[2], written[2];
         FWP_UNROLL for (int e = 0; e < 2; ++e) {

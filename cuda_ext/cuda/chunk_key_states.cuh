@@ -33,7 +33,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   Brought value_decay;  // z
   const Bfloat16* scores;
   Matrices<const float> initial;
-  float *last, *kept;  // kept: the state after each whole chunk; in reverse, the gradient of the state after each chunk
+  float *final, *kept;  // kept: the state after each whole chunk; in reverse, the gradient of the state after each chunk
   Output out;          // in reverse, d_V
   Output d_removed;    // D of a removal
   float* error;        // (heads, tokens, columns): E, or of a removal what y retrieves
@@ -148,35 +148,35 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   // What reads the state, what writes to it, or both. The warps share the numbers of a key.
   template <bool kReaders, bool kWriters>
   FWP_DEVICE void scale(const typename Pass::Tokens& tokens, const OfTeam& memory) const {
-    FWP_UNROLL_BY(1) for (int first = this->own_column(); first < kRows; first += this->block_columns()) {
+    FWP_UNROLL_BY(1) for (int column = this->own_column(); column < kRows; column += this->block_columns()) {
       KeySlice keys;
-      tokens.load_decays(first, keys);
+      tokens.load_decays(column, keys);
       const DecayProducts<kChunkTokens / kSpan> products(keys);
-      const int i = first + own_number();
+      const int i = column + own_number();
       KeyNumbers x;
       constexpr bool kOfQueries = kReverse ? kWriters : kReaders, kOfKeys = kReverse ? kReaders : kWriters;
       if constexpr (kOfQueries) {
-        tokens.query.load(first, x);
+        tokens.query.load(column, x);
         multiply(x, products.from_start);
         put_scaled_tokens<kQueryParts, kReverse && kAligned>(x, i, memory.query);
       }
       if constexpr (kOfKeys) {
-        tokens.load_keys(first, x);
+        tokens.load_keys(column, x);
         multiply(x, products.to_end);
         put_scaled_tokens<kKeyParts, !kReverse && kAligned>(x, i, memory.key);
       }
       if constexpr (kErases) {
-        tokens.key.load(first, x);
+        tokens.key.load(column, x);
         multiply(x, products.from_start);
         put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
       }
       if constexpr (kRemoves && kOfQueries) {
-        tokens.load_removal_keys(first, x);
+        tokens.load_removal_keys(column, x);
         multiply(x, DecayProducts<kChunkTokens / kSpan, true>(keys).from_start);
         put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
       }
       if constexpr (kRemoves && kOfKeys) {
-        tokens.removal.load(first, x);
+        tokens.removal.load(column, x);
         multiply(x, products.to_end);
         put_scaled_tokens<kRemovalParts, false>(x, i, memory.removal);
       }
@@ -220,12 +220,15 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     relay.take(i, this->team(), this->warp(), state);
     Product read[kChunkBlocks], found[kChunkBlocks], given[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]), clear(given[t]);
+    // read = c Q W, found = c K W or of a removal c- y W; in reverse found = w K G, or of a removal w x G and given = w K G.
     read_state(gives_results, memory, state, read, found, given);
     Factor value[kChunkBlocks][kIn], write[kChunkBlocks][kParts];
     if constexpr (kReverse || !kErases) chunk.value.template load<kAligned>(this->own_column(), value);
+    // In reverse found += P^T d_out, or X^T d_out of a removal.
     if constexpr (kReverse && kFinds)
       if (kSolves || gives_results)
         read_later<kSolves ? kExact : kOfResults>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
+    // E = V - found - A E, or of a removal -found - R V - Y E. In reverse D = found - A^T D, or found - Y^T D.
     if constexpr (kSolves) {
       if constexpr (!kReverse) take_away(value, chunk, this->own_column(), found);
       solve(chunk, found, write);
@@ -233,10 +236,12 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     // What needs no other chunk: after the state where a team waits for that, else before it, to have fewer numbers in registers.
     const auto read_chunk = [&] {
       if (!gives_results) return;
+      // out = read + P E, or of a removal read + P V + X E.
       if constexpr (kReads && !kFadesValues) {
         if constexpr (!kErases) read_earlier<kIn>(value, chunk.scores, read);
         if constexpr (kSolves) read_earlier<kOfResults>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
       }
+      // d_V = P^T d_out + given - R^T D.
       if constexpr (kGives) {
         read_later<kOfResults>(value, chunk.scores, given);
         read_later<kOfResults>(write, chunk.scores + Pass::kFound, given);
@@ -248,6 +253,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     };
     if constexpr (Pass::kMostTeams == 1) read_chunk();
     before_writes();
+    // W = c_C W + (w K)^T E, of a removal with V, and + (w x)^T E; in reverse G = c_C G + (c Q)^T d_out - (c K)^T D, or c- y.
     if constexpr (kFadesValues) {
       fade_values(n, chunk, memory, read, state, [&] { give(i, relay, state); });
     } else {
@@ -270,10 +276,10 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     if (Pass::kHasSegments && ends && is_last) this->store_ends(state, ends);
     if constexpr (kReverse) {
       if (!is_last) this->store(state, kept, this->head() * this->chunks() + n - 1);
-      if (n == 0) this->store(state, last, this->head());
+      if (n == 0) this->store(state, final, this->head());
     } else {
       if (this->count(n) == kChunkTokens) this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
-      if (n + 1 == this->chunks()) this->store(state, last, this->head());
+      if (n + 1 == this->chunks()) this->store(state, final, this->head());
     }
   }
 

@@ -96,15 +96,15 @@ struct TokenVectors {
       type == Type::float32 ? f(in_float32) : f(in_half);
   }
 
-  // This lane's numbers of 16, from `first` on.
-  FWP_DEVICE void load(int first, KeyNumbers& to) const {
+  // This lane's numbers of 16, from `column` on.
+  FWP_DEVICE void load(int column, KeyNumbers& to) const {
     typed([&](const auto& from) {
-      FWP_UNROLL for (int t = 0; t < kSpan; ++t) load_two(from, own_token(t), first + own_number(), to[t]);
+      FWP_UNROLL for (int t = 0; t < kSpan; ++t) load_two(from, own_token(t), column + own_number(), to[t]);
     });
   }
-  FWP_DEVICE void store(int first, const KeyNumbers& from) const {
+  FWP_DEVICE void store(int column, const KeyNumbers& from) const {
     typed([&](const auto& to) {
-      FWP_UNROLL for (int t = 0; t < kSpan; ++t) store_two(from[t], to, own_token(t), first + own_number());
+      FWP_UNROLL for (int t = 0; t < kSpan; ++t) store_two(from[t], to, own_token(t), column + own_number());
     });
   }
 };
@@ -252,9 +252,9 @@ struct KeyTokens {
         removal(carver, kRemoves ? kChunkTokens : 0, width, of_removal), rate(carver.take<float>(kChunkTokens)),
         source(carver.take<float>(kChunkTokens)), by_key(by_key_) {}
 
-  // The decays of 16 numbers, from `first` on.
-  FWP_DEVICE void load_decays(int first, KeySlice& to) const {
-    if (by_key) decay.load(first, to.decay);
+  // The decays of 16 numbers, from `column` on.
+  FWP_DEVICE void load_decays(int column, KeySlice& to) const {
+    if (by_key) decay.load(column, to.decay);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
       const float from = source[own_token(t)];
       if (!by_key || from != kGiven) to.decay[t][0] = to.decay[t][1] = from;
@@ -263,16 +263,16 @@ struct KeyTokens {
   }
   // What erases in a removal. It reads before the decay of its token, which is zero where a document begins: there is nothing
   // to read.
-  FWP_DEVICE void load_removal_keys(int first, KeyNumbers& to) const {
-    removal_key.load(first, to);
+  FWP_DEVICE void load_removal_keys(int column, KeyNumbers& to) const {
+    removal_key.load(column, to);
     clear_beginnings(to);
   }
   FWP_DEVICE void clear_beginnings(KeyNumbers& x) const {
     FWP_UNROLL for (int t = 0; t < kSpan; ++t)
       if (source[own_token(t)] == 0) x[t][0] = x[t][1] = 0;
   }
-  FWP_DEVICE void load_keys(int first, KeyNumbers& to) const {
-    key.load(first, to);
+  FWP_DEVICE void load_keys(int column, KeyNumbers& to) const {
+    key.load(column, to);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
       const float b = rate[own_token(t)];
       to[t][0] *= b, to[t][1] *= b;
@@ -379,12 +379,12 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
     const Brought* const all[] = {&this->query, &this->key, &this->decay, &this->rate, &removal_key, &removal, &own...};
     Base::put_starts(all, starts);
   }
-  // The numbers of the keys from `first` on, by so many threads.
-  FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const Tokens& to, int first, int thread,
+  // The numbers of the keys from `column` on, by so many threads.
+  FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const Tokens& to, int column, int thread,
                                int threads) const {
     const auto bring_vectors = [&](const Brought& from, const char* start, const auto& vectors) {
       vectors.typed([&](const auto& target) {
-        this->bring(from, start, n, first, this->size.rows, kRows, target, 0, thread, threads);
+        this->bring(from, start, n, column, this->size.rows, kRows, target, 0, thread, threads);
       });
     };
     bring_vectors(this->query, starts[0], to.query);

@@ -32,12 +32,12 @@ struct ChunkSegments {
     float* const shared = reinterpret_cast<float*>(shared_memory());
     const int row = int(threadIdx.x) % rows, own = int(threadIdx.x) / rows * kColumnsOfThread;
     const int64_t head = blockIdx.x / unsigned(slabs);
-    const int first = int(blockIdx.x % unsigned(slabs)) * columns() + own;
-    const auto inside = [&](int c) { return row < size.rows && first + c < size.columns; };
+    const int column = int(blockIdx.x % unsigned(slabs)) * columns() + own;
+    const auto inside = [&](int c) { return row < size.rows && column + c < size.columns; };
     float state[kColumnsOfThread];
     FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c)
       state[c] = initial.data && inside(c)
-                     ? initial.data[head * initial.head + row * initial.row + (first + c) * initial.column]
+                     ? initial.data[head * initial.head + row * initial.row + (column + c) * initial.column]
                      : 0;
     // Element j of this row of T. Rows beyond the last are not used.
     const int step = reverse ? 1 : size.rows;
@@ -47,7 +47,7 @@ struct ChunkSegments {
       float factor = transition == Transition::one ? 1 : 0;
       if (transition == Transition::rows && row < size.rows) factor = forward[at + size.columns * size.rows + row];
       FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c) {
-        float* const written = matrices + at + (first + c) * size.rows + row;
+        float* const written = matrices + at + (column + c) * size.rows + row;
         const float of_empty = inside(c) ? *written : 0;
         if (inside(c)) *written = state[c];
         shared[(own + c) * rows + row] = state[c];

@@ -195,7 +195,8 @@ struct ChunkPass {
   FWP_DEVICE int64_t head() const { return sequence() >> log_segments; }
   FWP_DEVICE unsigned slab() const { return blockIdx.x - sequence() * unsigned(slabs.number); }
   FWP_DEVICE int first_column() const { return int(slab()) * block_columns(); }
-  FWP_DEVICE int own_column() const { return warp() * kBlock; }  // the warp's first one in the block
+  FWP_DEVICE int own_column() const { return warp() * kBlock; }                            // the warp's first one in the block
+  FWP_DEVICE int head_column() const { return first_column() + own_column(); }  // and in the head
 
   FWP_BOTH unsigned segments() const { return 1u << log_segments; }
   FWP_BOTH int64_t chunks() const { return (size.length + kChunkTokens - 1) / kChunkTokens; }
@@ -226,30 +227,30 @@ struct ChunkPass {
       FWP_UNROLL for (int i = 0; i < inputs; ++i)
         starts[i] = static_cast<const char*>(from[i]->data) +
                     (b * from[i]->batch + h * from[i]->head) * bytes_of(from[i]->type);
-      starts[inputs] = size.first ? reinterpret_cast<const char*>(size.first + b * size.length) : nullptr;
+      starts[inputs] = size.begins ? reinterpret_cast<const char*>(size.begins + b * size.length) : nullptr;
     }
     __syncthreads();
   }
 
-  // Starts to copy `width` numbers of each token of chunk n: from `first` on, with zeros beyond the last token and `limit`, to
-  // `column` of `to`. This thread takes pieces `thread`, `thread` + `threads`, ...
+  // Starts to copy `width` numbers of each token of chunk n: from `from_column` on, with zeros beyond the last token and `limit`,
+  // to `to_column` of `to`. This thread takes pieces `thread`, `thread` + `threads`, ...
   template <typename To>
-  FWP_DEVICE void bring(const Brought& from, const char* start, int64_t n, int first, int limit, int width, const To& to,
-                        int column, int thread, int threads) const {
+  FWP_DEVICE void bring(const Brought& from, const char* start, int64_t n, int from_column, int limit, int width, const To& to,
+                        int to_column, int thread, int threads) const {
     using T = typename To::Number;
     constexpr int per_piece = kOf16Bytes<T>;
-    const T* const data = in_global_memory(reinterpret_cast<const T*>(start)) + n * kChunkTokens * from.token + first;
+    const T* const data = in_global_memory(reinterpret_cast<const T*>(start)) + n * kChunkTokens * from.token + from_column;
     const int tokens = from.data ? count(n) : 0, pieces = width / per_piece;
     FWP_UNROLL_BY(1) for (int at = thread; at < kChunkTokens * pieces; at += threads) {
       const int t = at / pieces, i = at % pieces * per_piece;
-      T* const target = to.at(t, column + i);
+      T* const target = to.at(t, to_column + i);
       if (from.by_pieces) {
-        const bool inside = t < tokens && first + i < limit;
+        const bool inside = t < tokens && from_column + i < limit;
         copy_later(target, inside ? data + t * from.token + i : data, inside);
       } else {
         Wide<T> piece;  // no load waits for another
         FWP_UNROLL for (int e = 0; e < per_piece; ++e)
-          piece.x[e] = t < tokens && first + i + e < limit ? data[t * from.token + i + e] : T{};
+          piece.x[e] = t < tokens && from_column + i + e < limit ? data[t * from.token + i + e] : T{};
         *reinterpret_cast<Wide<T>*>(target) = piece;
       }
     }
@@ -261,7 +262,7 @@ struct ChunkPass {
   // Each warp copies its own columns.
   template <typename To>
   FWP_DEVICE void bring_values(const Brought& from, const char* start, int64_t n, const To& to) const {
-    bring(from, start, n, first_column() + own_column(), size.columns, kBlock, to, own_column(), lane(), kWarp);
+    bring(from, start, n, head_column(), size.columns, kBlock, to, own_column(), lane(), kWarp);
   }
 
   // Loads the scalars of token t of chunk n, if there is one: of a token for each lane of one warp. `decays` may be null.
@@ -287,18 +288,18 @@ struct ChunkPass {
   // This lane's part of the transposed errors of block t, directly from global memory: no other lane needs it.
   FWP_DEVICE void load_errors(const char* start, int64_t n, int t, Product& to) const {
     const float* const data = in_global_memory(reinterpret_cast<const float*>(start)) + n * kChunkTokens * size.columns;
-    const int tokens = count(n), first = first_column() + own_column();
+    const int tokens = count(n), own = head_column();
     for_elements(to, [&](int j, int s, float& x) {
-      const int token = t * kBlock + s, column = first + j;
+      const int token = t * kBlock + s, column = own + j;
       x = token < tokens && column < size.columns ? data[token * size.columns + column] : 0;
     });
   }
   FWP_DEVICE void store_errors(float* to, int64_t n, int t, Product& errors) const {
     if (!to) return;
     float* const data = to + first_token(n) * size.columns;
-    const int tokens = count(n), first = first_column() + own_column();
+    const int tokens = count(n), own = head_column();
     for_elements(errors, [&](int j, int s, float x) {
-      const int token = t * kBlock + s, column = first + j;
+      const int token = t * kBlock + s, column = own + j;
       if (token < tokens && column < size.columns) data[token * size.columns + column] = x;
     });
   }
@@ -407,12 +408,12 @@ struct ChunkPass {
       for_elements(state[i], [&](int, int, float& x) { x *= factor; });
   }
 
-  // state += (or -=) the columns (16 x 16 tokens each, in parts) times the rows of those tokens, from block `first` on.
+  // state += (or -=) the columns (16 x 16 tokens each, in parts) times the rows of those tokens, from block `block` on.
   template <bool minus, int blocks, int parts>
-  FWP_DEVICE static void write(State& state, const Factor (&columns)[blocks][parts], const Shared& rows, int first = 0) {
+  FWP_DEVICE static void write(State& state, const Factor (&columns)[blocks][parts], const Shared& rows, int block = 0) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       Factor right[blocks];
-      FWP_UNROLL for (int t = 0; t < blocks; ++t) rows.right((first + t) * kBlock, i * kBlock, right[t]);
+      FWP_UNROLL for (int t = 0; t < blocks; ++t) rows.right((block + t) * kBlock, i * kBlock, right[t]);
       Product product;
       clear(product);
       FWP_UNROLL for (int n = parts; n-- > 0;) {
@@ -429,7 +430,7 @@ struct ChunkPass {
   FWP_DEVICE void for_state(State& state, F f) const {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
       for_elements(state[i], [&](int j, int r, float& x) {
-        const int row = i * kBlock + r, column = first_column() + own_column() + j;
+        const int row = i * kBlock + r, column = head_column() + j;
         f(row < size.rows && column < size.columns, row, column, x);
       });
   }
@@ -441,16 +442,16 @@ struct ChunkPass {
   // To matrix `index` of contiguous ones, if they are wanted.
   FWP_DEVICE void store(const State& state, float* matrices, int64_t index) const {
     if (!matrices) return;
-    const int column = first_column() + own_column() + line();
+    const int column = head_column() + line();
     int rows[2];  // of this lane's columns that exist
     FWP_UNROLL for (int r = 0; r < 2; ++r) rows[r] = column + 8 * r < size.columns ? size.rows - pair() : 0;
-    float* const first = matrices + (index * size.rows + pair()) * size.columns + column;
+    float* const to = matrices + (index * size.rows + pair()) * size.columns + column;
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
       FWP_UNROLL for (int h = 0; h < 2; ++h)
         FWP_UNROLL for (int e = 0; e < 2; ++e) {
           const int row = i * kBlock + 8 * h + e;
           FWP_UNROLL for (int r = 0; r < 2; ++r)
-            if (row < rows[r]) first[row * size.columns + 8 * r] = state[i][h][2 * r + e];
+            if (row < rows[r]) to[row * size.columns + 8 * r] = state[i][h][2 * r + e];
         }
   }
   FWP_DEVICE void load_identity(State& state) const {
@@ -460,7 +461,7 @@ struct ChunkPass {
   FWP_DEVICE void store_ends(const State& state, float* ends) const {
     float* const to = ends + sequence() * of_segment(size) + pair();
     FWP_UNROLL for (int r = 0; r < 2; ++r) {
-      const int column = first_column() + own_column() + line() + 8 * r, of_transition = column - value_columns();
+      const int column = head_column() + line() + 8 * r, of_transition = column - value_columns();
       const bool wanted = of_transition < 0 ? column < size.columns : of_transition < size.rows;
       const int rows = wanted ? size.rows - pair() : 0;
       float* const of_column = to + (of_transition < 0 ? column : size.columns + of_transition) * size.rows;
@@ -480,7 +481,7 @@ struct ChunkPass {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       for_elements(results[t], [&](int j, int s, float x) { through.put(t * kBlock + s, own_column() + j, x); });
     __syncwarp();
-    store_tokens(to, n, through, own_column(), kBlock, first_column() + own_column(), size.columns, lane(), kWarp);
+    store_tokens(to, n, through, own_column(), kBlock, head_column(), size.columns, lane(), kWarp);
   }
 
   // Stores one number per token: the sum of those of all warps, (warps, 32). The first warp does it.

@@ -127,7 +127,7 @@ const char* launch_kernel(void (*kernel)(Argument), const Gpu& gpu, int64_t bloc
 
 namespace fwp::cuda {
 
-// Numbers as stored in memory, and in the type A of the computation.
+// Numbers as stored in memory, and in the type of the computation (Real).
 struct Bfloat16 {
   uint16_t bits;
 };
@@ -147,10 +147,10 @@ FWP_DEVICE void round_to(float x, Float16& to) { to.bits = half_bits_of_float(x)
 
 FWP_DEVICE void round_to(float x, Bfloat16& to) { to.bits = uint16_t(pair_of(x, 0)); }
 
-// Call f with a null pointer to the element type that `type` names. A is the type of the computation.
-template <typename A, typename F>
+// Call f with a null pointer to the element type that `type` names.
+template <typename Real, typename F>
 FWP_DEVICE void with_element(Type type, F f) {
-  if constexpr (sizeof(A) == 8) {
+  if constexpr (sizeof(Real) == 8) {
     f(static_cast<double*>(nullptr));
   } else {
     if (type == Type::float32) f(static_cast<float*>(nullptr));

@@ -27,7 +27,7 @@ struct Kernels {
       return choose_chunk_keys<kRuleByKey>(size, call.type, gpu) ? Way::chunks_by_key : Way::scan;
     if constexpr (!kByKey) {
       const bool fits = kDecays || is_backward ? choose_chunks_backward<kErasesKey, kDecays>(size, gpu) : choose_chunks(size);
-      if (fits && (kDecays || !call.first)) return Way::chunks;  // without decays, they do not take documents
+      if (fits && (kDecays || !call.begins)) return Way::chunks;  // without decays, they do not take documents
     }
     return Way::scan;
   }
@@ -75,12 +75,12 @@ struct Kernels {
     if constexpr (!kByKey)
       if (how == Way::chunks) return chunk_forward<kErasesKey, kDecays>(call, in, to, gpu);
     return with_number(call, [&](auto zero) {
-      using A = decltype(zero);
-      using Scan = RecurrentForward<A, kFades, kErases>;
+      using Real = decltype(zero);
+      using Scan = RecurrentForward<Real, kFades, kErases>;
       Scan scan{};
       set_inputs(scan, call, in);
       scan.arrays.column(Scan::kValue) = in.v;
-      scan.last = matrices<A>(to.state, call.size), scan.kept = matrices<A>(to.kept, call.size);
+      scan.final = matrices<Real>(to.state, call.size), scan.kept = matrices<Real>(to.kept, call.size);
       scan.arrays.outputs[Scan::kOut] = to.out;
       if constexpr (kErases != Erases::kNothing) scan.arrays.outputs[Scan::kRetrieved] =
             Output{to.retrieved, state_type(call.type)};
@@ -96,8 +96,8 @@ struct Kernels {
     if constexpr (!kByKey)
       if (how == Way::chunks) return chunk_backward<kErasesKey, kDecays>(call, in, more, to, gpu);
     return with_number(call, [&](auto zero) {
-      using A = decltype(zero);
-      using Scan = RecurrentBackward<A, kFades, kErases>;
+      using Real = decltype(zero);
+      using Scan = RecurrentBackward<Real, kFades, kErases>;
       const Sizes& size = call.size;
       const Tokens& error = kErasesKey ? more.retrieved : in.v;
       Scan scan{};
@@ -109,8 +109,8 @@ struct Kernels {
       scan.arrays.outputs[Scan::kDV] = to.v;
       scan.arrays.outputs[Scan::kDWrite] = Output{memory.d_write, state_type(call.type)};
       if constexpr (Scan::kByValue) scan.arrays.outputs[Scan::kDValueDecay] = to.value_decay;
-      scan.kept = matrices<A>(more.kept, size);
-      scan.d_last = matrices<A>(more.d_state, size), scan.d_first = matrices<A>(to.state, size);
+      scan.kept = matrices<Real>(more.kept, size);
+      scan.d_final = matrices<Real>(more.d_state, size), scan.d_first = matrices<Real>(to.state, size);
       Target rows[Scan::Arrays::parts().row_outputs] = {to.q, to.k};
       if constexpr (kDecays) rows[Scan::kDDecay] = kByHead ? Target{memory.d_decay, state_type(call.type)} : to.key_decay;
       if constexpr (Scan::kRemoves) {
@@ -119,16 +119,16 @@ struct Kernels {
       }
       const char* text = nullptr;
       if constexpr (!kDecays) {  // rebuild the states from what was written
-        using States = RecurrentForward<A, Fades::kNothing, Erases::kNothing>;
+        using States = RecurrentForward<Real, Fades::kNothing, Erases::kNothing>;
         States states{scan.size, {}, {{in.k, in.k, error}, {in.rate}}, scan.initial};
-        states.kept = matrices<A>(memory.kept, size);
+        states.kept = matrices<Real>(memory.kept, size);
         text = launch_scan(states, gpu, call.stream);
-        scan.kept = matrices<A>(static_cast<const A*>(memory.kept), size);
+        scan.kept = matrices<Real>(static_cast<const Real*>(memory.kept), size);
       }
       if (!text) text = launch_backward(scan, by, memory, gpu, rows, call.stream);
-      const auto sum = [&](const A* x, const Tokens& y, int64_t width, const Target& out) -> const char* {
+      const auto sum = [&](const Real* x, const Tokens& y, int64_t width, const Target& out) -> const char* {
         if (!out.data) return nullptr;
-        return launch_sums(TokenSums<A>{x, y, size.H, size.L, size.B * size.H * size.L, int(width), out}, call.stream);
+        return launch_sums(TokenSums<Real>{x, y, size.H, size.L, size.B * size.H * size.L, int(width), out}, call.stream);
       };
       if (!text) text = sum(memory.d_write, error, size.Dv, to.rate);
       return text || !kByHead ? text : sum(memory.d_decay, {}, size.Dk, to.head_decay);

@@ -174,7 +174,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to,
     set_columns(pass, size.columns, gpu);
     set_teams(pass, gpu);
     pass.initial = matrices<float>(in.state, call.size);
-    pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
+    pass.final = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     if (pass.log_segments > 0) {
       float* const segments = static_cast<float*>(to.segments);
@@ -211,7 +211,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     set_teams(pass, gpu);
     const BackwardMemory<kRows, kErases, kFades> memory(size, call.workspace);
     float* const segments = memory.segments;
-    pass.d_last = matrices<float>(more.d_state, call.size), pass.d_initial = static_cast<float*>(to.state);
+    pass.d_final = matrices<float>(more.d_state, call.size), pass.d_initial = static_cast<float*>(to.state);
     pass.d_v = to.v, pass.d_rate = to.rate;
     pass.gradients = {memory.gradients, pass.block_columns()};
     const bool in_segments = pass.log_segments > 0;
@@ -244,10 +244,10 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
         fill(ends);
         set_columns(ends, size.columns, gpu);
         set_teams(ends, gpu);
-        error = find_initial(ends, {kRows, Transition::matrix, true, segments, of_forward}, pass.d_last, gpu, call.stream);
+        error = find_initial(ends, {kRows, Transition::matrix, true, segments, of_forward}, pass.d_final, gpu, call.stream);
       } else {  // G = G + Q^T d_out is a state, too
         const auto ends = make_states(in.q, more.d_out, size.columns);
-        error = find_initial(ends, {kRows, Transition::one, true, segments, of_forward}, pass.d_last, gpu, call.stream);
+        error = find_initial(ends, {kRows, Transition::one, true, segments, of_forward}, pass.d_final, gpu, call.stream);
       }
       if (error) return error;
     }
@@ -419,7 +419,7 @@ const char* forward_by_key(const Call& call, const Inputs& in, const Outputs& to
   const KeyMemory<kRule, kIn> memory(call, false);
   auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kIn, false>>(size, in, in.v, memory.scores, size.columns, gpu);
   pass.initial = matrices<float>(in.state, call.size);
-  pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
+  pass.final = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
   pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
   float* const segments = static_cast<float*>(to.segments);
   return run_key_states(pass, size, in, in.v, memory, segments, segments, gpu, call.stream);
@@ -450,7 +450,7 @@ const char* backward_by_key(const Call& call, const Inputs& in, const Backward& 
   d_out.type = call.type;  // also of absent ones: results go through their place
   auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kIn, true>>(size, in, d_out, memory.scores, size.columns, gpu);
   pass.initial = matrices<float>(more.d_state, call.size);
-  pass.last = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
+  pass.final = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
   const Target d_removed{pass.kRemoves ? memory.d_removed : to.v.data, call.type};
   pass.d_removed = d_removed;
   const float* kept = static_cast<const float*>(more.kept);

@@ -51,7 +51,7 @@ const char* launch_map(const Projection& given, T* to) {
     pass.piece[n] = copied && have_pieces<T>(to, given.W, column) ? kPiece : 1;
     pass.begin[n] = column, column += part.steps * part.heads * part.width;
   }
-  const size_t bytes = pass.numbers() * sizeof(typename MapPass<T, kBackward>::A);
+  const size_t bytes = pass.numbers() * sizeof(typename MapPass<T, kBackward>::Real);
   if (bytes > gpu.shared_bytes)
     return say("this map takes %zu KiB of shared memory, of which this GPU has %zu KiB for a block", (bytes + 1023) / 1024,
                gpu.shared_bytes / 1024);

@@ -62,14 +62,14 @@ inline ShapeSize tile_of(Shape shape) {
 }
 
 // Call f(rows, columns), integral constants, with the tile of a scan.
-template <typename A, bool sums_columns, typename F>
+template <typename Real, bool sums_columns, typename F>
 const char* with_tile(Shape shape, F f) {
   if (shape == Shape::tall)
     return f(std::integral_constant<int, kTall.rows>{}, std::integral_constant<int, kTall.columns>{});
-  if constexpr (sizeof(A) < 8)
+  if constexpr (sizeof(Real) < 8)
     if (shape == Shape::wide)
       return f(std::integral_constant<int, kWide.rows>{}, std::integral_constant<int, kWide.columns>{});
-  if constexpr (sizeof(A) < 8 && sums_columns)
+  if constexpr (sizeof(Real) < 8 && sums_columns)
     if (shape == Shape::medium)
       return f(std::integral_constant<int, kMedium.rows>{}, std::integral_constant<int, kMedium.columns>{});
   return f(std::integral_constant<int, kNarrow.rows>{}, std::integral_constant<int, kNarrow.columns>{});
@@ -92,24 +92,24 @@ const char* launch_planned(Scan scan, const ScanNeeds& needs, const Gpu& gpu, vo
 // Launch a scan that keeps only tokens in shared memory.
 template <typename Scan>
 const char* launch_scan(Scan scan, const Gpu& gpu, void* stream) {
-  using A = typename Scan::Number;
-  const Shape shape = choose_shape<A>(scan.size, gpu);
-  const ScanNeeds needs{tile_of(shape), Scan::Arrays::parts(), sizeof(A), 0, 0};
+  using Real = typename Scan::Number;
+  const Shape shape = choose_shape<Real>(scan.size, gpu);
+  const ScanNeeds needs{tile_of(shape), Scan::Arrays::parts(), sizeof(Real), 0, 0};
   scan.plan = choose_plan(scan.size, needs, gpu);
-  return with_tile<A, false>(shape, [&](auto rows, auto columns) {
+  return with_tile<Real, false>(shape, [&](auto rows, auto columns) {
     return launch_planned<rows(), columns()>(scan, needs, gpu, stream);
   });
 }
 
 inline ScanSize scan_size(const Call& call) {
   const Sizes& size = call.size;
-  return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv), call.first};
+  return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv), call.begins};
 }
 
 // A (B, H, Dk, Dv) array in the type of the computation.
-template <typename A, typename T>
+template <typename Real, typename T>
 auto matrices(T* x, const Sizes& size) {
-  using Number = std::conditional_t<std::is_const_v<T>, const A, A>;
+  using Number = std::conditional_t<std::is_const_v<T>, const Real, Real>;
   return Matrices<Number>{static_cast<Number*>(x), size.Dk * size.Dv, size.Dv, 1};
 }
 
@@ -150,9 +150,9 @@ struct BackwardPlan {
 
 template <typename Scan>
 BackwardPlan plan_backward(const ScanSize& size, const Gpu& gpu) {
-  using A = typename Scan::Number;
-  const Shape shape = choose_summing_shape<A>(size);
-  ScanNeeds needs{tile_of(shape), Scan::Arrays::parts(), sizeof(A), 0, 0};
+  using Real = typename Scan::Number;
+  const Shape shape = choose_summing_shape<Real>(size);
+  ScanNeeds needs{tile_of(shape), Scan::Arrays::parts(), sizeof(Real), 0, 0};
   Plan plan{};
   for (int group = kGroup; group > 0; group /= 2) {
     needs.states = Scan::states(group), needs.stage = group;
@@ -161,7 +161,7 @@ BackwardPlan plan_backward(const ScanSize& size, const Gpu& gpu) {
   }
   if (plan.slabs == 1) return {shape, needs, plan, size.length, 0, 0};
   const int64_t of_token = plan.slabs * size.heads * size.rows;
-  const int64_t fit = int64_t(kPartBytes / (of_token * sizeof(A) * needs.parts.row_outputs + 1)) / kKeptEvery * kKeptEvery;
+  const int64_t fit = int64_t(kPartBytes / (of_token * sizeof(Real) * needs.parts.row_outputs + 1)) / kKeptEvery * kKeptEvery;
   const int64_t window = std::min(std::max(fit, kKeptEvery), size.length);
   const int64_t of_states = window < size.length ? size.heads * size.rows * size.columns : 0;
   return {shape, needs, plan, window, of_token * window, of_states};
@@ -170,20 +170,20 @@ BackwardPlan plan_backward(const ScanSize& size, const Gpu& gpu) {
 // The workspace of a backward scan.
 template <typename Scan>
 struct ScanMemory {
-  using A = typename Scan::Number;
-  A *d_write, *d_decay;                           // d_decay: by head, a part for each row
-  A* kept;                                        // the states of a rule without decays
-  A *parts[Scan::Arrays::parts().row_outputs], *carry;  // sums over columns of several blocks
+  using Real = typename Scan::Number;
+  Real *d_write, *d_decay;                        // d_decay: by head, a part for each row
+  Real* kept;                                     // the states of a rule without decays
+  Real *parts[Scan::Arrays::parts().row_outputs], *carry;  // sums over columns of several blocks
   size_t bytes;
 
   ScanMemory(const ScanSize& size, const BackwardPlan& by, void* from) {
     DeviceMemory memory{static_cast<char*>(from)};
     const int64_t tokens = size.heads * size.length, states = size.heads * (size.length / kKeptEvery);
-    d_write = memory.take<A>(tokens * size.columns);
-    d_decay = memory.take<A>(Scan::kByHead ? tokens * size.rows : 0);
-    kept = memory.take<A>(Scan::kDecays ? 0 : states * size.rows * size.columns);
-    for (A*& part : parts) part = memory.take<A>(by.part);
-    carry = memory.take<A>(by.carry);
+    d_write = memory.take<Real>(tokens * size.columns);
+    d_decay = memory.take<Real>(Scan::kByHead ? tokens * size.rows : 0);
+    kept = memory.take<Real>(Scan::kDecays ? 0 : states * size.rows * size.columns);
+    for (Real*& part : parts) part = memory.take<Real>(by.part);
+    carry = memory.take<Real>(by.carry);
     bytes = size_t(memory.next) - size_t(from);
   }
 };
@@ -197,12 +197,12 @@ const char* launch_sums(const Sums& sums, void* stream) {
 template <typename Scan, int outputs>
 const char* launch_backward(Scan scan, const BackwardPlan& by, const ScanMemory<Scan>& memory, const Gpu& gpu,
                             const Target (&to)[outputs], void* stream) {
-  using A = typename Scan::Number;
-  const Matrices<A> d_initial = scan.d_first;
-  SlabSums<A, outputs> sums{};
+  using Real = typename Scan::Number;
+  const Matrices<Real> d_initial = scan.d_first;
+  SlabSums<Real, outputs> sums{};
   sums.heads = scan.size.heads, sums.rows = scan.size.rows, sums.length = scan.size.length, sums.slabs = by.plan.slabs;
   for (int n = 0; n < outputs; ++n) sums.parts[n] = memory.parts[n], sums.out[n] = to[n];
-  const Matrices<A> carry{memory.carry, int64_t(scan.size.rows) * scan.size.columns, scan.size.columns, 1};
+  const Matrices<Real> carry{memory.carry, int64_t(scan.size.rows) * scan.size.columns, scan.size.columns, 1};
   scan.plan = by.plan;
   scan.end = scan.size.length;
   do {
@@ -210,16 +210,16 @@ const char* launch_backward(Scan scan, const BackwardPlan& by, const ScanMemory<
     scan.d_first = scan.first > 0 ? carry : d_initial;
     sums.first = scan.first, sums.tokens = scan.end - scan.first;
     for (int n = 0; n < outputs; ++n) {
-      const Output part{to[n].data ? sums.parts[n] : nullptr, sizeof(A) == 8 ? Type::float64 : Type::float32};
+      const Output part{to[n].data ? sums.parts[n] : nullptr, sizeof(Real) == 8 ? Type::float64 : Type::float32};
       scan.arrays.row_outputs[n] = by.part ? RowSink{part, sums.count(), sums.first, sums.tokens}
                                                  : RowSink{to[n], 0, 0, scan.size.length};
     }
-    const char* error = with_tile<A, true>(by.shape, [&](auto rows, auto columns) {
+    const char* error = with_tile<Real, true>(by.shape, [&](auto rows, auto columns) {
       return launch_planned<rows(), columns()>(scan, by.needs, gpu, stream);
     });
     if (!error && by.part) error = launch_sums(sums, stream);
     if (error) return error;
-    scan.d_last = {carry.data, carry.head, carry.row, carry.column};
+    scan.d_final = {carry.data, carry.head, carry.row, carry.column};
     scan.end = scan.first;
   } while (scan.end > 0);
   return nullptr;

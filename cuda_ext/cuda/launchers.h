@@ -33,11 +33,11 @@ struct Target {
 // Arguments of both passes. They launch on the current device and return before the kernels have run.
 struct Call {
   Sizes size;
-  Type type;          // of q; states, `retrieved` and `kept` are float32, or float64 for float64
+  Type type;           // of q; states, `retrieved` and `kept` are float32, or float64 for float64
   Rule rule;
-  const bool* first;  // (B, L), contiguous: tokens before which the state is empty; null: none
-  void* workspace;    // workspace_bytes(...) bytes of device memory, aligned to 16; null if that is 0
-  void* stream;       // cudaStream_t
+  const bool* begins;  // (B, L), contiguous: tokens before which the state is empty; null: none
+  void* workspace;     // workspace_bytes(...) bytes of device memory, aligned to 16; null if that is 0
+  void* stream;        // cudaStream_t
 };
 
 // All rules have a rate; sum and delta have no decays. head_decay: gated and gated_delta. key_decay: the other rules with

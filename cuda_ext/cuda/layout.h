@@ -20,7 +20,7 @@ constexpr int kBuffers = 2;            // for a chunk's matrices on the tensor c
 struct ScanSize {
   int64_t heads, heads_per_batch, length;
   int rows, columns;
-  const bool* first;  // (batches, length): tokens before which the matrix is zero, in forward order; null: none
+  const bool* begins;  // (batches, length): tokens before which the matrix is zero, in forward order; null: none
 };
 
 FWP_BOTH constexpr int log2_of(int power) {

@@ -16,29 +16,29 @@ namespace fwp::cuda {
 
 constexpr int kMostMapThreads = 256;
 
-template <typename A>
-FWP_DEVICE A sigmoid(A x) {
-  return A(1) / (A(1) + exp(-x));
+template <typename Real>
+FWP_DEVICE Real sigmoid(Real x) {
+  return Real(1) / (Real(1) + exp(-x));
 }
-template <typename A>
-FWP_DEVICE A rectified(A x) {  // NaN stays NaN
-  return x <= A(0) ? A(0) : x;
+template <typename Real>
+FWP_DEVICE Real rectified(Real x) {  // NaN stays NaN
+  return x <= Real(0) ? Real(0) : x;
 }
 
 // Maps of one number, and their derivatives.
-template <typename A>
-FWP_DEVICE A feature(Map map, A x) {
-  if (map == Map::elu) return x > A(0) ? x + A(1) : exp(x);
-  if (map == Map::silu) return x / (A(1) + exp(-x));
+template <typename Real>
+FWP_DEVICE Real feature(Map map, Real x) {
+  if (map == Map::elu) return x > Real(0) ? x + Real(1) : exp(x);
+  if (map == Map::silu) return x / (Real(1) + exp(-x));
   return map == Map::tanh ? tanh(x) : x;
 }
-template <typename A>
-FWP_DEVICE A slope(Map map, A x, A phi) {
-  if (map == Map::elu) return phi < A(1) ? phi : A(1);
-  if (map == Map::tanh) return A(1) - phi * phi;
-  if (map != Map::silu) return A(1);
-  const A opening = sigmoid(x);
-  return opening * (A(1) + x * (A(1) - opening));
+template <typename Real>
+FWP_DEVICE Real slope(Map map, Real x, Real phi) {
+  if (map == Map::elu) return phi < Real(1) ? phi : Real(1);
+  if (map == Map::tanh) return Real(1) - phi * phi;
+  if (map != Map::silu) return Real(1);
+  const Real opening = sigmoid(x);
+  return opening * (Real(1) + x * (Real(1) - opening));
 }
 
 // A block's shared memory, in numbers: arrays of each team, then the random matrix.
@@ -82,7 +82,7 @@ FWP_DEVICE void put_numbers(const From* from, To* to, int count, bool wide, int 
 
 template <typename T, bool kBackward>
 struct MapPass {
-  using A = decltype(number(T()));
+  using Real = decltype(number(T()));
 
   Projection given;
   MapLayout layout;
@@ -102,7 +102,7 @@ struct MapPass {
       const int64_t b = token / given.L, l = token % given.L;
       const T* const from = static_cast<const T*>(given.data) + b * given.batch + l * given.token;
       T* const d_from = kBackward ? to + token * given.W : nullptr;
-      for (int first = 0; first < rows; first += layout.threads / layout.lanes) use_vector(first + team(), b, l, from, d_from);
+      for (int row = 0; row < rows; row += layout.threads / layout.lanes) use_vector(row + team(), b, l, from, d_from);
       FWP_UNROLL for (int n = 0; n < kMostParts; ++n)
         if (n < given.parts) use_part(given.part[n], piece[n], b, l, from + begin[n], d_from + begin[n]);
     }
@@ -111,38 +111,38 @@ struct MapPass {
  private:
   // The divisor of a vector's features.
   struct Divisor {
-    A x;
+    Real x;
     bool varies;
   };
 
   FWP_DEVICE int team() const { return int(threadIdx.x) / layout.lanes; }
   FWP_DEVICE int lane() const { return int(threadIdx.x) % layout.lanes; }
-  FWP_DEVICE A* x() const { return reinterpret_cast<A*>(shared_memory()) + team() * layout.team; }
-  FWP_DEVICE A* phi() const { return x() + layout.phi(); }
-  FWP_DEVICE A* d_phi() const { return x() + layout.d_phi(); }
-  FWP_DEVICE A* d_x() const { return x() + layout.d_x(); }
-  FWP_DEVICE A* random() const { return reinterpret_cast<A*>(shared_memory()) + layout.random(); }
+  FWP_DEVICE Real* x() const { return reinterpret_cast<Real*>(shared_memory()) + team() * layout.team; }
+  FWP_DEVICE Real* phi() const { return x() + layout.phi(); }
+  FWP_DEVICE Real* d_phi() const { return x() + layout.d_phi(); }
+  FWP_DEVICE Real* d_x() const { return x() + layout.d_x(); }
+  FWP_DEVICE Real* random() const { return reinterpret_cast<Real*>(shared_memory()) + layout.random(); }
   FWP_BOTH bool has_random() const { return given.map == Map::favor || given.map == Map::favor_relu; }
   FWP_BOTH int random_vectors() const { return given.map == Map::favor ? given.features / 2 : given.features; }
-  FWP_DEVICE A root() const { return A(1) / sqrt(A(given.features)); }
+  FWP_DEVICE Real root() const { return Real(1) / sqrt(Real(given.features)); }
   // All features have it; phi() is without.
-  FWP_DEVICE A offset() const { return has_random() ? A(given.offset) * root() : A(0); }
+  FWP_DEVICE Real offset() const { return has_random() ? Real(given.offset) * root() : Real(0); }
 
   // Call f(i) for the numbers of a vector that belong to this lane.
   template <typename F>
   FWP_DEVICE void for_numbers(int count, F f) const {
     for (int i = lane(); i < count; i += layout.lanes) f(i);
   }
-  FWP_DEVICE A sum_of_team(A sum) const {
-    A sums[1] = {sum};
+  FWP_DEVICE Real sum_of_team(Real sum) const {
+    Real sums[1] = {sum};
     add_lanes(sums, layout.lanes);
     return sums[0];
   }
 
   FWP_DEVICE void load_random() const {
-    const A* const from = static_cast<const A*>(given.random);
+    const Real* const from = static_cast<const Real*>(given.random);
     for (int n = int(threadIdx.x); n < random_vectors() * given.width; n += layout.threads)
-      random()[n / given.width * odd_pitch(given.width) + n % given.width] = A(given.scale) * from[n];
+      random()[n / given.width * odd_pitch(given.width) + n % given.width] = Real(given.scale) * from[n];
     __syncthreads();
   }
 
@@ -155,49 +155,49 @@ struct MapPass {
     const Vectors& of = is_query ? given.queries : given.keys;
     const int64_t at = b * of.batch + l * of.token + (is_query ? 0 : step * of.step) + head * of.head;
     T* const y = of.data && there ? static_cast<T*>(of.data) + at : nullptr;
-    const A factor = is_query ? A(given.query_factor) : A(1), added = offset();
-    put_numbers(from + row * given.width, x(), width, wide, lane(), layout.lanes, [](A x) { return x; });
+    const Real factor = is_query ? Real(given.query_factor) : Real(1), added = offset();
+    put_numbers(from + row * given.width, x(), width, wide, lane(), layout.lanes, [](Real x) { return x; });
     __syncwarp();
     find_features(width, features);
     __syncwarp();
     const Divisor divisor = find_divisor(features);
     if constexpr (!kBackward) {
-      const auto scaled = [&](A x) { return (x + added) / divisor.x * factor; };
+      const auto scaled = [&](Real x) { return (x + added) / divisor.x * factor; };
       put_numbers(phi(), y, features, wide_features, lane(), layout.lanes, scaled);
     } else {
       if (y)
-        put_numbers(y, d_phi(), features, wide_features, lane(), layout.lanes, [&](A d) { return factor * d; });
+        put_numbers(y, d_phi(), features, wide_features, lane(), layout.lanes, [&](Real d) { return factor * d; });
       else
-        for_numbers(features, [&](int j) { d_phi()[j] = A(0); });
+        for_numbers(features, [&](int j) { d_phi()[j] = Real(0); });
       __syncwarp();
       differentiate_norm(features, divisor);
       __syncwarp();
       differentiate_map(width, features);
       __syncwarp();
-      put_numbers(d_x(), d_from + row * given.width, width, wide, lane(), layout.lanes, [](A x) { return x; });
+      put_numbers(d_x(), d_from + row * given.width, width, wide, lane(), layout.lanes, [](Real x) { return x; });
     }
   }
 
   // r_i of DPFP, for i in [-2 width, 4 width).
-  FWP_DEVICE A halves(int i) const {
+  FWP_DEVICE Real halves(int i) const {
     const int twice = 2 * given.width;
     i = i < 0 ? i + twice : i >= twice ? i - twice : i;
     return i < given.width ? rectified(x()[i]) : rectified(-x()[i - given.width]);
   }
   // Products with the random vectors.
-  FWP_DEVICE A product(int j) const {
-    A sum = 0;
+  FWP_DEVICE Real product(int j) const {
+    Real sum = 0;
     for (int i = 0; i < given.width; ++i) sum = fma(random()[j * odd_pitch(given.width) + i], x()[i], sum);
     return sum;
   }
 
   FWP_DEVICE void find_features(int width, int features) const {
     if (given.map == Map::favor) {
-      A sum = 0;
+      Real sum = 0;
       for_numbers(width, [&](int i) { sum = fma(x()[i], x()[i], sum); });
-      const A scale = A(given.scale), log_size = (sum_of_team(sum) * scale * scale + log(A(given.features))) / A(2);
+      const Real scale = Real(given.scale), log_size = (sum_of_team(sum) * scale * scale + log(Real(given.features))) / Real(2);
       for_numbers(features / 2, [&](int j) {
-        const A found = product(j);
+        const Real found = product(j);
         phi()[j] = exp(found - log_size), phi()[features / 2 + j] = exp(-found - log_size);
       });
     } else if (given.map == Map::favor_relu) {
@@ -212,30 +212,30 @@ struct MapPass {
   }
 
   FWP_DEVICE Divisor find_divisor(int features) const {
-    if (given.norm == Norm::none) return {A(1), false};
+    if (given.norm == Norm::none) return {Real(1), false};
     const bool is_sum = given.norm == Norm::sum;
-    const A epsilon = A(given.epsilon), added = offset();
-    A sum = 0;
+    const Real epsilon = Real(given.epsilon), added = offset();
+    Real sum = 0;
     for_numbers(features, [&](int j) {
-      const A y = phi()[j] + added;
+      const Real y = phi()[j] + added;
       sum += is_sum ? y : y * y;
     });
     sum = sum_of_team(sum);
     if (given.adds) return {is_sum ? sum + epsilon : sqrt(sum + epsilon), true};
-    const A divisor = is_sum ? sum : sqrt(sum);
+    const Real divisor = is_sum ? sum : sqrt(sum);
     return {divisor < epsilon ? epsilon : divisor, divisor >= epsilon};
   }
 
   // From the gradient of y to that of phi.
   FWP_DEVICE void differentiate_norm(int features, const Divisor& divisor) const {
     if (given.norm == Norm::none) return;
-    A sum = 0;
-    const A added = offset();
+    Real sum = 0;
+    const Real added = offset();
     for_numbers(features, [&](int j) { sum = fma(d_phi()[j], (phi()[j] + added) / divisor.x, sum); });
     sum = sum_of_team(sum);
     if (!divisor.varies) sum = 0;
     for_numbers(features, [&](int j) {
-      const A y = given.norm == Norm::sum ? A(1) : (phi()[j] + added) / divisor.x;
+      const Real y = given.norm == Norm::sum ? Real(1) : (phi()[j] + added) / divisor.x;
       d_phi()[j] = (d_phi()[j] - y * sum) / divisor.x;
     });
   }
@@ -243,33 +243,33 @@ struct MapPass {
   FWP_DEVICE void differentiate_map(int width, int features) const {
     if (has_random()) {
       const int vectors = features ? random_vectors() : 0;
-      A sum = 0;
+      Real sum = 0;
       for_numbers(vectors, [&](int j) {  // the gradients of the products
         if (given.map == Map::favor) {
-          const A plus = d_phi()[j] * phi()[j], minus = d_phi()[vectors + j] * phi()[vectors + j];
+          const Real plus = d_phi()[j] * phi()[j], minus = d_phi()[vectors + j] * phi()[vectors + j];
           sum += plus + minus, d_phi()[j] = plus - minus;
         } else {
-          d_phi()[j] = phi()[j] > A(0) ? d_phi()[j] * root() : A(0);
+          d_phi()[j] = phi()[j] > Real(0) ? d_phi()[j] * root() : Real(0);
         }
       });
-      sum = sum_of_team(sum) * A(given.scale) * A(given.scale);  // 0 for ReLU
+      sum = sum_of_team(sum) * Real(given.scale) * Real(given.scale);  // 0 for ReLU
       __syncwarp();
       for_numbers(width, [&](int i) {
-        A d = -sum * x()[i];
+        Real d = -sum * x()[i];
         for (int j = 0; j < vectors; ++j) d = fma(random()[j * odd_pitch(given.width) + i], d_phi()[j], d);
         d_x()[i] = d;
       });
     } else if (given.map == Map::dpfp) {
       const int twice = 2 * given.width;
       for_numbers(width, [&](int i) {
-        const A own = x()[i];
-        const int at = own < A(0) ? i + given.width : i;  // the half that is not zero
-        A d = 0;
+        const Real own = x()[i];
+        const int at = own < Real(0) ? i + given.width : i;  // the half that is not zero
+        Real d = 0;
         for (int n = 1, row = 0; row < features; ++n, row += twice) {
           const int next = at + n < twice ? at + n : at + n - twice;
           d = fma(d_phi()[row + at], halves(at - n), fma(d_phi()[row + next], halves(next), d));
         }
-        d_x()[i] = own == A(0) ? A(0) : own < A(0) ? -d : d;
+        d_x()[i] = own == Real(0) ? Real(0) : own < Real(0) ? -d : d;
       });
     } else {
       for_numbers(width, [&](int i) { d_x()[i] = d_phi()[i] * slope(given.map, x()[i], phi()[i]); });
@@ -285,7 +285,7 @@ struct MapPass {
       const Vectors& of = part.vectors;
       const int64_t at = b * of.batch + l * of.token + step * of.step + head * of.head + i % part.width;
       if (!of.data) {
-        if constexpr (kBackward) round_to(A(0), d_from[i]);
+        if constexpr (kBackward) round_to(Real(0), d_from[i]);
       } else if (part.activation == Activation::none) {
         const T* const d = static_cast<const T*>(of.data) + at;
         if (piece == kPiece)
@@ -293,15 +293,15 @@ struct MapPass {
         else
           d_from[i] = *d;
       } else if (part.activation == Activation::silu) {
-        const A x = number(from[i]);
+        const Real x = number(from[i]);
         T* const y = static_cast<T*>(of.data) + at;
         if constexpr (!kBackward) round_to(feature(Map::silu, x), *y);
-        else round_to(number(*y) * slope(Map::silu, x, A(0)), d_from[i]);
+        else round_to(number(*y) * slope(Map::silu, x, Real(0)), d_from[i]);
       } else {
-        const A opening = sigmoid(number(from[i]));
-        A* const gate = static_cast<A*>(of.data) + at;
-        if constexpr (!kBackward) *gate = A(part.factor) * opening;
-        else round_to(A(part.factor) * *gate * opening * (A(1) - opening), d_from[i]);
+        const Real opening = sigmoid(number(from[i]));
+        Real* const gate = static_cast<Real*>(of.data) + at;
+        if constexpr (!kBackward) *gate = Real(part.factor) * opening;
+        else round_to(Real(part.factor) * *gate * opening * (Real(1) - opening), d_from[i]);
       }
     }
   }

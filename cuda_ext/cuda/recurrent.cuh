@@ -17,12 +17,12 @@ namespace fwp::cuda {
 FWP_BOTH constexpr bool fades_by_key(Fades fades) { return fades == Fades::kKey || fades == Fades::kKeyAndValue; }
 
 // Multiply x by the decays of a token of `Scan`.
-template <typename Scan, typename Place, typename A, int kRows, int kColumns>
-FWP_DEVICE void fade(const Place& place, const A* token, Tile<A, kRows, kColumns>& x) {
+template <typename Scan, typename Place, typename Real, int kRows, int kColumns>
+FWP_DEVICE void fade(const Place& place, const Real* token, Tile<Real, kRows, kColumns>& x) {
   if constexpr (Scan::kFades == Fades::kHead) {
     x.scale(place.scalar(token, Scan::kHeadDecay));
   } else if constexpr (fades_by_key(Scan::kFades)) {
-    A row[kRows], column[kColumns];
+    Real row[kRows], column[kColumns];
     place.load_row(token, Scan::kKeyDecay, row);
     if constexpr (Scan::kFades == Fades::kKeyAndValue) {
       place.load_column(token, Scan::kValueDecay, column);
@@ -33,27 +33,27 @@ FWP_DEVICE void fade(const Place& place, const A* token, Tile<A, kRows, kColumns
   }
 }
 
-template <typename A, Fades fades, Erases kErases>
+template <typename Real, Fades fades, Erases kErases>
 struct RecurrentForward {
   static constexpr Fades kFades = fades;
   enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + fades_by_key(kFades), kRemoval };
   enum Columns { kValue, kValueDecay };
   enum Scalars { kRate, kHeadDecay };
   enum Outputs { kOut, kRetrieved };
-  using Number = A;
+  using Number = Real;
   using Arrays = TokenArrays<2 + fades_by_key(fades) + 2 * (kErases == Erases::kRemoval), 1 + (fades == Fades::kKeyAndValue),
                              1 + (fades == Fades::kHead), 1 + (kErases != Erases::kNothing), 0>;
 
   ScanSize size;
   Plan plan;
   Arrays arrays;
-  Matrices<const A> initial;
-  Matrices<A> last, kept;  // kept: one for each whole chunk of a head
+  Matrices<const Real> initial;
+  Matrices<Real> final, kept;  // kept: one for each whole chunk of a head
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    const Place<A, kRows, kColumns, Arrays> place(size, plan, arrays);
-    Tile<A, kRows, kColumns> state;
+    const Place<Real, kRows, kColumns, Arrays> place(size, plan, arrays);
+    Tile<Real, kRows, kColumns> state;
     place.load(initial, place.head, state);
     const auto stage_at = [&](int64_t n) -> Stage {
       const int64_t first = n * plan.stage, left = size.length - first;
@@ -61,21 +61,21 @@ struct RecurrentForward {
     };
     place.for_stages((size.length + plan.stage - 1) / plan.stage, stage_at, [&](int at, const Stage& stage) {
       FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
-        A* const token = place.token(at, s);
+        Real* const token = place.token(at, s);
         place.clear_if_begins(token, state);
         go_on(place, token, state);
       }
       const int64_t end = stage.first + stage.count;  // the end of a chunk is always the end of a stage
       if (end % kKeptEvery == 0) place.store(state, kept, place.head * (size.length / kKeptEvery) + end / kKeptEvery - 1);
     });
-    place.store(state, last, place.head);
+    place.store(state, final, place.head);
   }
 
  private:
   template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE void go_on(const Place& place, A* token, Tile<A, kRows, kColumns>& state) const {
-    A row[kRows], value[kColumns], read[kColumns];
-    [[maybe_unused]] A found[kColumns];
+  FWP_DEVICE void go_on(const Place& place, Real* token, Tile<Real, kRows, kColumns>& state) const {
+    Real row[kRows], value[kColumns], read[kColumns];
+    [[maybe_unused]] Real found[kColumns];
     if constexpr (kErases == Erases::kRemoval) {
       place.load_row(token, kRemovalKey, row);
       state.read(row, found);
@@ -120,7 +120,7 @@ struct RecurrentForward {
 //         d_x[t], d_y[t] = -G @ r[t], W @ d_r
 //         d_a[t], d_z[t] = (G * W) @ z[t], a[t] @ (G * W)
 //         G = outer(a[t], z[t]) * G + outer(y[t], d_r)
-template <typename A, Fades fades, Erases kErases>
+template <typename Real, Fades fades, Erases kErases>
 struct RecurrentBackward {
   static constexpr Fades kFades = fades;
   static constexpr bool kByHead = kFades == Fades::kHead, kByKey = fades_by_key(kFades);
@@ -134,26 +134,26 @@ struct RecurrentBackward {
   enum Scalars { kRate, kHeadDecay };
   enum Outputs { kDV, kDWrite, kDValueDecay };
   enum RowOutputs { kDQ, kDK, kDDecay, kDRemovalKey = kDDecay + kDecays, kDRemoval };  // kDDecay by head: a part for each row
-  using Number = A;
+  using Number = Real;
   using Arrays = TokenArrays<2 + kByKey + 2 * kRemoves, 2 + (kByValue || kRemoves), 1 + kByHead, 2 + kByValue,
                              2 + kDecays + 2 * kRemoves>;
 
   ScanSize size;
   Plan plan;
   Arrays arrays;
-  Matrices<const A> initial, kept, d_last;
-  Matrices<A> d_first;  // the gradient of the state before token `first`
-  int64_t first, end;   // the tokens of this launch; `first` starts a chunk
+  Matrices<const Real> initial, kept, d_final;
+  Matrices<Real> d_first;  // the gradient of the state before token `first`
+  int64_t first, end;      // the tokens of this launch; `first` starts a chunk
 
   // Tiles that a thread keeps, with groups of so many tokens: before each pair of groups, and before each token of a group.
   FWP_BOTH static constexpr int states(int group) { return kKeptEvery / (2 * group) + group; }
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    const Place<A, kRows, kColumns, Arrays> place(size, plan, arrays);
-    Tile<A, kRows, kColumns> g, state;
-    place.load(d_last, place.head, g);
-    A* const states = place.own_memory() + place.thread / kWarp * (kWarp * kRows * kColumns * this->states(plan.stage));
+    const Place<Real, kRows, kColumns, Arrays> place(size, plan, arrays);
+    Tile<Real, kRows, kColumns> g, state;
+    place.load(d_final, place.head, g);
+    Real* const states = place.own_memory() + place.thread / kWarp * (kWarp * kRows * kColumns * this->states(plan.stage));
     place.for_stages(
         count_stages(), [&](int64_t n) { return stage_at(n); },
         [&](int at, const GroupStage& stage) {
@@ -166,21 +166,21 @@ struct RecurrentBackward {
           }
           if (!stage.writes) {
             FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
-              A* const token = place.token(at, s);
+              Real* const token = place.token(at, s);
               place.clear_if_begins(token, state);
               go_on<false>(place, token, state);
             }
             return;
           }
           FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
-            A* const token = place.token(at, s);
+            Real* const token = place.token(at, s);
             place.clear_if_begins(token, state);
             save(state, states, whole_chunk() / 2 + s);
             go_on<true>(place, token, state);
           }
           FWP_UNROLL_BY(1) for (int s = stage.count - 1; s >= 0; --s) {
-            A* const token = place.token(at, s);
-            Tile<A, kRows, kColumns> before;
+            Real* const token = place.token(at, s);
+            Tile<Real, kRows, kColumns> before;
             restore(states, whole_chunk() / 2 + s, before);
             go_back(place, token, before, g);
             place.clear_if_begins(token, g);
@@ -232,7 +232,7 @@ struct RecurrentBackward {
   }
 
   template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE void load_first(const Place& place, int64_t chunk, Tile<A, kRows, kColumns>& state) const {
+  FWP_DEVICE void load_first(const Place& place, int64_t chunk, Tile<Real, kRows, kColumns>& state) const {
     if (chunk > 0)
       place.load(kept, place.head * (size.length / kKeptEvery) + chunk - 1, state);
     else
@@ -241,26 +241,26 @@ struct RecurrentBackward {
 
   // The tiles of a warp's threads, by slots and then by pieces of 16 bytes.
   template <int kRows, int kColumns>
-  FWP_DEVICE static Wide<A>* slot_of(A* states, int slot) {
-    return reinterpret_cast<Wide<A>*>(states + slot * kRows * kColumns * kWarp) + lane();
+  FWP_DEVICE static Wide<Real>* slot_of(Real* states, int slot) {
+    return reinterpret_cast<Wide<Real>*>(states + slot * kRows * kColumns * kWarp) + lane();
   }
   template <int kRows, int kColumns>
-  FWP_DEVICE static void save(const Tile<A, kRows, kColumns>& state, A* states, int slot) {
-    constexpr int numbers = kOf16Bytes<A>;
-    Wide<A>* const to = slot_of<kRows, kColumns>(states, slot);
+  FWP_DEVICE static void save(const Tile<Real, kRows, kColumns>& state, Real* states, int slot) {
+    constexpr int numbers = kOf16Bytes<Real>;
+    Wide<Real>* const to = slot_of<kRows, kColumns>(states, slot);
     FWP_UNROLL for (int p = 0; p < kRows * kColumns / numbers; ++p) {
-      Wide<A> piece;
+      Wide<Real> piece;
       FWP_UNROLL for (int e = 0; e < numbers; ++e)
         piece.x[e] = state.x[(p * numbers + e) / kColumns][(p * numbers + e) % kColumns];
       to[p * kWarp] = piece;
     }
   }
   template <int kRows, int kColumns>
-  FWP_DEVICE static void restore(A* states, int slot, Tile<A, kRows, kColumns>& state) {
-    constexpr int numbers = kOf16Bytes<A>;
-    const Wide<A>* const from = slot_of<kRows, kColumns>(states, slot);
+  FWP_DEVICE static void restore(Real* states, int slot, Tile<Real, kRows, kColumns>& state) {
+    constexpr int numbers = kOf16Bytes<Real>;
+    const Wide<Real>* const from = slot_of<kRows, kColumns>(states, slot);
     FWP_UNROLL for (int p = 0; p < kRows * kColumns / numbers; ++p) {
-      const Wide<A> piece = from[p * kWarp];
+      const Wide<Real> piece = from[p * kWarp];
       FWP_UNROLL for (int e = 0; e < numbers; ++e)
         state.x[(p * numbers + e) / kColumns][(p * numbers + e) % kColumns] = piece.x[e];
     }
@@ -268,8 +268,8 @@ struct RecurrentBackward {
 
   // Turn W_{t-1} into W. With `reads`, also compute d_q.
   template <bool reads, typename Place, int kRows, int kColumns>
-  FWP_DEVICE void go_on(const Place& place, A* token, Tile<A, kRows, kColumns>& state) const {
-    A row[kRows], column[kColumns];
+  FWP_DEVICE void go_on(const Place& place, Real* token, Tile<Real, kRows, kColumns>& state) const {
+    Real row[kRows], column[kColumns];
     fade<RecurrentBackward>(place, token, state);
     place.load_column(token, kError, column);
     scaled(place.scalar(token, kRate), column, column);
@@ -289,11 +289,11 @@ struct RecurrentBackward {
 
   // Turn G into the gradient of W_{t-1}, which is `before`.
   template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE void go_back(const Place& place, A* token, Tile<A, kRows, kColumns>& before,
-                          Tile<A, kRows, kColumns>& g) const {
-    const A rate = place.scalar(token, kRate);
-    A row[kRows], column[kColumns], of_write[kColumns], d_row[kRows];
-    [[maybe_unused]] A of_found[kColumns];
+  FWP_DEVICE void go_back(const Place& place, Real* token, Tile<Real, kRows, kColumns>& before,
+                          Tile<Real, kRows, kColumns>& g) const {
+    const Real rate = place.scalar(token, kRate);
+    Real row[kRows], column[kColumns], of_write[kColumns], d_row[kRows];
+    [[maybe_unused]] Real of_found[kColumns];
     place.load_row(token, kQuery, row);
     place.load_column(token, kDOut, column);
     g.add(row, column);
@@ -314,12 +314,12 @@ struct RecurrentBackward {
     if constexpr (kRemoves) {
       place.load_column(token, kFound, column);
       g.read_rows(column, d_row);
-      scaled(A(-1), d_row, d_row);
+      scaled(Real(-1), d_row, d_row);
       place.put_rows(token, kDRemoval, d_row);
       place.load_row(token, kRemoval, row);
       g.read(row, of_found);
       add_lanes(of_found, plan.lanes);
-      scaled(A(-1), of_found, of_found);
+      scaled(Real(-1), of_found, of_found);
       before.read_rows(of_found, d_row);
       place.put_rows(token, kDRemovalKey, d_row);
     }
@@ -333,9 +333,9 @@ struct RecurrentBackward {
 
   // The gradients of the decays. They overwrite `before`.
   template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE static void give_decay(const Place& place, A* token, Tile<A, kRows, kColumns>& before,
-                                    const Tile<A, kRows, kColumns>& g) {
-    A row[kRows], column[kColumns], d_row[kRows];
+  FWP_DEVICE static void give_decay(const Place& place, Real* token, Tile<Real, kRows, kColumns>& before,
+                                    const Tile<Real, kRows, kColumns>& g) {
+    Real row[kRows], column[kColumns], d_row[kRows];
     before.multiply(g);
     if constexpr (kByValue) {
       place.load_column(token, kValueDecay, column);
@@ -352,13 +352,13 @@ struct RecurrentBackward {
 
   // d_k -= d_e W'
   template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE void correct_key(const Place& place, const A* token, const Tile<A, kRows, kColumns>& before,
-                              const A (&d_error)[kColumns], A (&d_key)[kRows]) const {
-    A decay[kRows], found[kRows];
+  FWP_DEVICE void correct_key(const Place& place, const Real* token, const Tile<Real, kRows, kColumns>& before,
+                              const Real (&d_error)[kColumns], Real (&d_key)[kRows]) const {
+    Real decay[kRows], found[kRows];
     if constexpr (kByKey)
       place.load_row(token, kKeyDecay, decay);
     else
-      FWP_UNROLL for (int r = 0; r < kRows; ++r) decay[r] = kByHead ? place.scalar(token, kHeadDecay) : A(1);
+      FWP_UNROLL for (int r = 0; r < kRows; ++r) decay[r] = kByHead ? place.scalar(token, kHeadDecay) : Real(1);
     before.read_rows(d_error, found);
     FWP_UNROLL for (int r = 0; r < kRows; ++r) d_key[r] = fma(-decay[r], found[r], d_key[r]);
   }
@@ -366,9 +366,9 @@ struct RecurrentBackward {
 
 // For each row output, the sums over `slabs` arrays of (heads, tokens, rows), one thread per number, in the order of a binary
 // tree. The arrays are overwritten. They have the tokens from `first` on; `out` has all.
-template <typename A, int kOutputs>
+template <typename Real, int kOutputs>
 struct SlabSums {
-  A* parts[kOutputs];
+  Real* parts[kOutputs];
   Output out[kOutputs];
   int64_t heads, first, tokens, length;
   int slabs, rows;
@@ -382,19 +382,19 @@ struct SlabSums {
     const int64_t to = (head * length + first + token % tokens) * rows + i % rows;
     FWP_UNROLL for (int n = 0; n < kOutputs; ++n) {
       if (index / count() != n || !out[n].data) continue;
-      A* const x = parts[n] + i;
+      Real* const x = parts[n] + i;
       for (int distance = 1; distance < slabs; distance *= 2)
         for (int s = 0; s + distance < slabs; s += 2 * distance) x[s * count()] += x[(s + distance) * count()];
-      with_element<A>(out[n].type, [&](auto* element) { round_to(x[0], static_cast<decltype(element)>(out[n].data)[to]); });
+      with_element<Real>(out[n].type, [&](auto* element) { round_to(x[0], static_cast<decltype(element)>(out[n].data)[to]); });
     }
   }
 };
 
 // out = the product of two vectors of each token, with one warp per token. x is (..., width), in the state's type. Without y,
 // it is the sum of x.
-template <typename A>
+template <typename Real>
 struct TokenSums {
-  const A* x;
+  const Real* x;
   Tokens y;
   int64_t heads_per_batch, length, tokens;
   int width;
@@ -407,19 +407,19 @@ struct TokenSums {
     const int lane = int(threadIdx.x) % kWarp;
     const int64_t t = int64_t(blockIdx.x) * kTokens + int(threadIdx.x) / kWarp;
     if (t >= tokens) return;
-    A sum[1] = {A(0)};
+    Real sum[1] = {Real(0)};
     if (y.data) {
       const int64_t head = t / length, at = head / heads_per_batch * y.batch + head % heads_per_batch * y.head;
-      with_element<A>(y.type, [&](auto* element) {
+      with_element<Real>(y.type, [&](auto* element) {
         const auto* of_y = static_cast<decltype(element)>(const_cast<void*>(y.data)) + at + t % length * y.token;
-        for (int i = lane; i < width; i += kWarp) sum[0] = fma(x[t * width + i], A(number(of_y[i])), sum[0]);
+        for (int i = lane; i < width; i += kWarp) sum[0] = fma(x[t * width + i], Real(number(of_y[i])), sum[0]);
       });
     } else {
       for (int i = lane; i < width; i += kWarp) sum[0] += x[t * width + i];
     }
     add_lanes(sum, kWarp);
     if (lane != 0) return;
-    with_element<A>(out.type, [&](auto* element) { round_to(sum[0], static_cast<decltype(element)>(out.data)[t]); });
+    with_element<Real>(out.type, [&](auto* element) { round_to(sum[0], static_cast<decltype(element)>(out.data)[t]); });
   }
 };
 

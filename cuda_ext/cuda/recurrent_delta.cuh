@@ -13,7 +13,7 @@ constexpr int kRecurrentAhead = 4;               // tokens that are loaded while
 constexpr int64_t kGreatestRecurrentDelta = 64;  // d: GREATEST of fairseq_fwp/ops/recurrent_delta.py
 
 // What both passes share. kSize: d, rounded up to a power of two; what is beyond d is zero.
-template <typename A, int kSize, int kParts>
+template <typename Real, int kSize, int kParts>
 struct RecurrentBlock {
   static constexpr int kLanes = 4, kRows = kSize / kLanes, kThreads = kSize * kLanes;
   static constexpr int kToken = kParts * kSize, kLoaded = kRecurrentAhead * kParts / kLanes;
@@ -21,19 +21,19 @@ struct RecurrentBlock {
   const RecurrentSizes& size;
   const int d, gates, lane, column;
   const int64_t head, batch, head_of_batch;
-  A* const tokens;    // kRecurrentAhead of them, of kParts vectors each
-  A loaded[kLoaded];  // numbers of the tokens to come
+  Real* const tokens;    // kRecurrentAhead of them, of kParts vectors each
+  Real loaded[kLoaded];  // numbers of the tokens to come
 
   FWP_DEVICE explicit RecurrentBlock(const RecurrentSizes& size_)
       : size(size_), d(int(size_.d)), gates(3 * d + 1), lane(int(threadIdx.x) % kLanes), column(int(threadIdx.x) / kLanes),
         head(blockIdx.x), batch(head / size_.H), head_of_batch(head % size_.H),
-        tokens(reinterpret_cast<A*>(shared_memory())) {}
+        tokens(reinterpret_cast<Real*>(shared_memory())) {}
 
   FWP_DEVICE bool inside() const { return column < d; }
   FWP_DEVICE int row(int r) const { return (r / kPiece * kLanes + lane) * kPiece + r % kPiece; }
   FWP_DEVICE int64_t token(int64_t t) const { return (batch * size.L + t) * size.H + head_of_batch; }
   FWP_DEVICE int mark(int64_t t) const { return size.marks ? size.marks[batch * size.L + t] : 0; }
-  FWP_DEVICE A* vector(int n) const { return tokens + kRecurrentAhead * kToken + n * kSize; }  // of the block, after the tokens
+  FWP_DEVICE Real* vector(int n) const { return tokens + kRecurrentAhead * kToken + n * kSize; }  // after the tokens
 
   // Load the numbers number(t, part, column) of tokens from `first` on.
   template <typename F>
@@ -41,7 +41,7 @@ struct RecurrentBlock {
     FWP_UNROLL for (int n = 0; n < kLoaded; ++n) {
       const int at = int(threadIdx.x) + n * kThreads, i = at % kSize;
       const int64_t t = first + at / kToken;
-      loaded[n] = t >= 0 && t < size.L && i < d ? number(t, at / kSize % kParts, i) : A(0);
+      loaded[n] = t >= 0 && t < size.L && i < d ? number(t, at / kSize % kParts, i) : Real(0);
     }
   }
   FWP_DEVICE void put_tokens() const {
@@ -50,22 +50,22 @@ struct RecurrentBlock {
 
   // This lane's rows of a vector in shared memory, and of a matrix at from[first] with steps from row to row and from column to
   // column; zeros from null.
-  FWP_DEVICE void read(const A* from, A (&x)[kRows]) const {
+  FWP_DEVICE void read(const Real* from, Real (&x)[kRows]) const {
     FWP_UNROLL for (int p = 0; p < kRows / kPiece; ++p) {
-      const Piece<A> found = reinterpret_cast<const Piece<A>*>(from)[p * kLanes + lane];
+      const Piece<Real> found = reinterpret_cast<const Piece<Real>*>(from)[p * kLanes + lane];
       FWP_UNROLL for (int i = 0; i < kPiece; ++i) x[p * kPiece + i] = found.x[i];
     }
   }
-  FWP_DEVICE void load(const A* from, int first, int row_step, int column_step, A (&x)[kRows]) const {
+  FWP_DEVICE void load(const Real* from, int offset, int row_step, int column_step, Real (&x)[kRows]) const {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
-      x[r] = from && inside() && row(r) < d ? from[first + row(r) * row_step + column * column_step] : A(0);
+      x[r] = from && inside() && row(r) < d ? from[offset + row(r) * row_step + column * column_step] : Real(0);
   }
-  FWP_DEVICE void store(const A (&x)[kRows], A* to) const {
+  FWP_DEVICE void store(const Real (&x)[kRows], Real* to) const {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       if (inside() && row(r) < d) to[row(r) * d + column] = x[r];
   }
-  FWP_DEVICE void clear(A (&x)[kRows]) const {
-    FWP_UNROLL for (int r = 0; r < kRows; ++r) x[r] = A(0);
+  FWP_DEVICE void clear(Real (&x)[kRows]) const {
+    FWP_UNROLL for (int r = 0; r < kRows; ++r) x[r] = Real(0);
   }
   // Before tokens that are a multiple of kKeptEvery.
   FWP_DEVICE int64_t kept(int64_t t) const {
@@ -73,28 +73,28 @@ struct RecurrentBlock {
   }
 };
 
-template <typename A, int kSize>
+template <typename Real, int kSize>
 struct RecurrentForwardPass {
   static constexpr int kParts = 5, kVectors = 5;  // q, k, v and the rate of a token, and z; vectors of the block
-  using Block = RecurrentBlock<A, kSize, kParts>;
+  using Block = RecurrentBlock<Real, kSize, kParts>;
 
-  RecurrentDeltaForward<A> of;
+  RecurrentDeltaForward<Real> of;
 
   FWP_DEVICE void run() const {
     constexpr int kRows = Block::kRows;
     Block block(of);
     const int d = block.d, gates = block.gates, lane = block.lane, column = block.column;
-    A *const logits = block.vector(0), *const powers = block.vector(2), *const fed_back = block.vector(4);
-    A* const memory = of.memory + block.head * d * d;
-    const A* const r = of.weights ? of.weights + block.head_of_batch * d * gates : nullptr;
-    A w[kRows], of_q[kRows], of_k[kRows], of_v[kRows], of_rate[kRows];
+    Real *const logits = block.vector(0), *const powers = block.vector(2), *const fed_back = block.vector(4);
+    Real* const memory = of.memory + block.head * d * d;
+    const Real* const r = of.weights ? of.weights + block.head_of_batch * d * gates : nullptr;
+    Real w[kRows], of_q[kRows], of_k[kRows], of_v[kRows], of_rate[kRows];
     block.load(memory, 0, d, 1, w), block.load(r, 3 * d, gates, 0, of_rate);
     block.load(r, 0, gates, 1, of_q), block.load(r, d, gates, 1, of_k), block.load(r, 2 * d, gates, 1, of_v);
     const auto number = [&](int64_t t, int part, int i) {
-      if (part == 4) return of.z ? of.z[block.token(t) * d + i] : A(0);
+      if (part == 4) return of.z ? of.z[block.token(t) * d + i] : Real(0);
       return of.x[block.token(t) * gates + part * d + (part == 3 ? 0 : i)];
     };
-    A o = block.inside() ? of.first_output[block.head * d + column] : A(0);
+    Real o = block.inside() ? of.first_output[block.head * d + column] : Real(0);
     block.bring(0, number);
     if (lane == 0) fed_back[column] = tanh(o);
     for (int64_t t = 0; t < of.L; ++t) {
@@ -104,14 +104,14 @@ struct RecurrentForwardPass {
         __syncthreads();
       }
       if (of.kept && t % kKeptEvery == 0) block.store(w, of.kept + block.kept(t));
-      const A* const x = block.tokens + t % kRecurrentAhead * Block::kToken;
+      const Real* const x = block.tokens + t % kRecurrentAhead * Block::kToken;
       const int mark = block.mark(t);
-      if (mark & kBegins) block.clear(w), o = A(0);
-      A own = A(0);  // what this lane saves
+      if (mark & kBegins) block.clear(w), o = Real(0);
+      Real own = Real(0);  // what this lane saves
       if (!(mark & kIsPadding)) {
-        A logit[4] = {};
+        Real logit[4] = {};
         if (r) {
-          A s[kRows];
+          Real s[kRows];
           block.read(fed_back, s);
           if (mark & kBegins) block.clear(s);
           FWP_UNROLL for (int i = 0; i < kRows; ++i) {
@@ -125,22 +125,22 @@ struct RecurrentForwardPass {
         FWP_UNROLL for (int part = 0; part < 4; ++part) logit[part] += x[part * kSize + column];
         // The first two lanes have the softmax of q and of k.
         const bool has_k = lane == 1;
-        const A own_logit = has_k ? logit[1] : logit[0];
-        if (lane < 2) logits[lane * kSize + column] = block.inside() ? own_logit : -A(INFINITY);
+        const Real own_logit = has_k ? logit[1] : logit[0];
+        if (lane < 2) logits[lane * kSize + column] = block.inside() ? own_logit : -Real(INFINITY);
         __syncthreads();
-        A q[kRows], k[kRows];
+        Real q[kRows], k[kRows];
         block.read(logits, q), block.read(logits + kSize, k);
-        const A most_q = greatest(q), most_k = greatest(k);
+        const Real most_q = greatest(q), most_k = greatest(k);
         own = exp(own_logit - (has_k ? most_k : most_q));
-        if (lane < 2) powers[lane * kSize + column] = block.inside() ? own : A(0);
+        if (lane < 2) powers[lane * kSize + column] = block.inside() ? own : Real(0);
         __syncthreads();
         block.read(powers, q), block.read(powers + kSize, k);
-        A sums[3] = {};
+        Real sums[3] = {};
         FWP_UNROLL for (int i = 0; i < kRows; ++i) sums[0] += q[i], sums[1] += k[i], sums[2] = fma(k[i], w[i], sums[2]);
         add_lanes(sums, Block::kLanes);
-        const A of_sum_q = A(1) / sums[0], of_sum_k = A(1) / sums[1];
-        const A e = logit[2] - sums[2] * of_sum_k, b = A(1) / (A(1) + exp(-logit[3])), write = b * e * of_sum_k;
-        A found[1] = {};
+        const Real of_sum_q = Real(1) / sums[0], of_sum_k = Real(1) / sums[1];
+        const Real e = logit[2] - sums[2] * of_sum_k, b = Real(1) / (Real(1) + exp(-logit[3])), write = b * e * of_sum_k;
+        Real found[1] = {};
         FWP_UNROLL for (int i = 0; i < kRows; ++i) w[i] = fma(k[i], write, w[i]), found[0] = fma(q[i], w[i], found[0]);
         add_lanes(found, Block::kLanes);
         o = fma(found[0], of_sum_q, x[4 * kSize + column]);
@@ -156,11 +156,11 @@ struct RecurrentForwardPass {
   }
 
  private:
-  static FWP_DEVICE A greatest(const A (&x)[Block::kRows]) {
-    A most = x[0];
+  static FWP_DEVICE Real greatest(const Real (&x)[Block::kRows]) {
+    Real most = x[0];
     FWP_UNROLL for (int i = 1; i < Block::kRows; ++i) most = x[i] > most ? x[i] : most;
     for (int distance = 1; distance < Block::kLanes; distance *= 2) {
-      const A other = __shfl_xor_sync(0xffffffffu, most, distance);
+      const Real other = __shfl_xor_sync(0xffffffffu, most, distance);
       most = other > most ? other : most;
     }
     return most;
@@ -168,34 +168,33 @@ struct RecurrentForwardPass {
 };
 
 // Its block has column i of G, and row i of W, G and R.
-template <typename A, int kSize>
+template <typename Real, int kSize>
 struct RecurrentBackwardPass {
   static constexpr int kParts = 6, kVectors = 4;  // q, k, e, the gradient of o, o before, the rate; vectors of the block
-  using Block = RecurrentBlock<A, kSize, kParts>;
+  using Block = RecurrentBlock<Real, kSize, kParts>;
 
-  RecurrentDeltaBackward<A> of;
+  RecurrentDeltaBackward<Real> of;
 
   FWP_DEVICE void run() const {
     constexpr int kRows = Block::kRows;
     Block block(of);
     const int d = block.d, gates = block.gates, lane = block.lane, column = block.column;
-    A *const of_out = block.vector(0), *const of_query = block.vector(1), *const of_key = block.vector(2),
+    Real *const of_out = block.vector(0), *const of_query = block.vector(1), *const of_key = block.vector(2),
              *const of_error = block.vector(3);
-    A* const d_memory = of.d_memory + block.head * d * d;
-    const A* const r = of.weights ? of.weights + block.head_of_batch * d * gates : nullptr;
-    A w[kRows], g[kRows], g_row[kRows], of_q[kRows], of_k[kRows], of_v[kRows];
+    Real* const d_memory = of.d_memory + block.head * d * d;
+    const Real* const r = of.weights ? of.weights + block.head_of_batch * d * gates : nullptr;
+    Real w[kRows], g[kRows], g_row[kRows], of_q[kRows], of_k[kRows], of_v[kRows];
     block.load(of.memory + block.head * d * d, 0, 1, d, w);
     block.load(d_memory, 0, d, 1, g), block.load(d_memory, 0, 1, d, g_row);
     block.load(r, 0, 1, gates, of_q), block.load(r, d, 1, gates, of_k), block.load(r, 2 * d, 1, gates, of_v);
-    const A of_rate = r && block.inside() ? r[column * gates + 3 * d] : A(0);
+    const Real of_rate = r && block.inside() ? r[column * gates + 3 * d] : Real(0);
     const auto number = [&](int64_t t, int part, int i) {
       if (part == 3) return of.d_out[block.token(t) * d + i];
       if (part == 4) return t > 0 ? of.out[block.token(t - 1) * d + i] : of.first_output[block.head * d + i];
       return of.saved[block.token(t) * gates + (part == 5 ? 3 * d : part * d + i)];
     };
-    A m = A(0);  // the gradient of o through later tokens
-    const int64_t last = (of.L - 1) / kRecurrentAhead * kRecurrentAhead;
-    block.bring(last, number);
+    Real m = Real(0);  // the gradient of o through later tokens
+    block.bring((of.L - 1) / kRecurrentAhead * kRecurrentAhead, number);
     for (int64_t t = of.L - 1; t >= 0; --t) {
       if (t == of.L - 1 || (t + 1) % kRecurrentAhead == 0) {
         __syncthreads();
@@ -204,19 +203,19 @@ struct RecurrentBackwardPass {
         __syncthreads();
       }
       if ((t + 1) % kKeptEvery == 0 && t + 1 < of.L) block.load(of.kept + block.kept(t + 1), 0, 1, d, w);
-      const A* const token = block.tokens + t % kRecurrentAhead * Block::kToken;
-      const A *const queries = token, *const keys = token + kSize, *const errors = token + 2 * kSize;
+      const Real* const token = block.tokens + t % kRecurrentAhead * Block::kToken;
+      const Real *const queries = token, *const keys = token + kSize, *const errors = token + 2 * kSize;
       const int mark = block.mark(t);
-      A l = m + token[3 * kSize + column], d_x = A(0), d_z = A(0);
+      Real l = m + token[3 * kSize + column], d_x = Real(0), d_z = Real(0);
       if (mark & kIsPadding) {
         m = l;
       } else {
         if (lane == 0) of_out[column] = l;
         __syncthreads();
-        const A own_q = queries[column], own_k = keys[column], b = token[5 * kSize];
-        A q[kRows], k[kRows], u[kRows], l_row[kRows];
+        const Real own_q = queries[column], own_k = keys[column], b = token[5 * kSize];
+        Real q[kRows], k[kRows], u[kRows], l_row[kRows];
         block.read(queries, q), block.read(keys, k), block.read(errors, u), block.read(of_out, l_row);
-        A sums[2] = {};  // of q, and what k reads of G
+        Real sums[2] = {};  // of q, and what k reads of G
         FWP_UNROLL for (int i = 0; i < kRows; ++i) {
           u[i] *= b;
           sums[0] = fma(w[i], l_row[i], sums[0]), w[i] = fma(-own_k, u[i], w[i]);
@@ -224,10 +223,10 @@ struct RecurrentBackwardPass {
           sums[1] = fma(k[i], g[i], sums[1]);
         }
         add_lanes(sums, Block::kLanes);
-        const A d_q = sums[0], d_e = b * sums[1];
+        const Real d_q = sums[0], d_e = b * sums[1];
         if (lane < 2) (lane == 0 ? of_query : of_error)[column] = lane == 0 ? d_q : d_e;
         __syncthreads();
-        A d_q_row[kRows], d_e_row[kRows], more[3] = {};  // of k, of the rate, and of the softmax of q
+        Real d_q_row[kRows], d_e_row[kRows], more[3] = {};  // of k, of the rate, and of the softmax of q
         block.read(of_query, d_q_row), block.read(of_error, d_e_row), block.read(errors, l_row);
         FWP_UNROLL for (int i = 0; i < kRows; ++i) {
           more[0] = fma(g_row[i], u[i], fma(-w[i], d_e_row[i], more[0]));
@@ -235,25 +234,25 @@ struct RecurrentBackwardPass {
           g[i] = fma(-k[i], d_e, g[i]), g_row[i] = fma(-own_k, d_e_row[i], g_row[i]);
         }
         add_lanes(more, Block::kLanes);
-        const A d_k = more[0], d_rate = (A(1) - b) * more[1], mean_q = more[2];
+        const Real d_k = more[0], d_rate = (Real(1) - b) * more[1], mean_q = more[2];
         if (lane == 0) of_key[column] = d_k;
         __syncthreads();
-        A d_k_row[kRows], mean_k[1] = {};
+        Real d_k_row[kRows], mean_k[1] = {};
         block.read(of_key, d_k_row);
         FWP_UNROLL for (int i = 0; i < kRows; ++i) mean_k[0] = fma(k[i], d_k_row[i], mean_k[0]);
         add_lanes(mean_k, Block::kLanes);
-        const A d_logit_q = own_q * (d_q - mean_q);
+        const Real d_logit_q = own_q * (d_q - mean_q);
         d_x = lane == 0 ? d_logit_q : lane == 1 ? own_k * (d_k - mean_k[0]) : lane == 2 ? d_e : d_rate;
         d_z = l;
         if (r) {
-          A back[1] = {};
+          Real back[1] = {};
           FWP_UNROLL for (int i = 0; i < kRows; ++i) {
             back[0] = fma(q[i] * (d_q_row[i] - mean_q), of_q[i], back[0]);
             back[0] = fma(k[i] * (d_k_row[i] - mean_k[0]), of_k[i], fma(d_e_row[i], of_v[i], back[0]));
           }
           add_lanes(back, Block::kLanes);
-          const A s = tanh(token[4 * kSize + column]);
-          m = fma(d_rate, of_rate, back[0]) * (A(1) - s * s);
+          const Real s = tanh(token[4 * kSize + column]);
+          m = fma(d_rate, of_rate, back[0]) * (Real(1) - s * s);
         } else {
           m = d_logit_q;
         }
@@ -261,7 +260,7 @@ struct RecurrentBackwardPass {
       if (lane < 3 ? block.inside() : column == 0) of.d_x[block.token(t) * gates + lane * d + column] = d_x;
       if (lane == 3 && block.inside()) of.d_z[block.token(t) * d + column] = d_z;
       if (!(mark & kBegins)) continue;
-      block.clear(g), block.clear(g_row), m = A(0);
+      block.clear(g), block.clear(g_row), m = Real(0);
       rebuild(block, t, w);
     }
     block.store(g, d_memory);
@@ -270,15 +269,15 @@ struct RecurrentBackwardPass {
 
  private:
   // W before token t, which is a document's first: from the state that was kept before it.
-  FWP_DEVICE void rebuild(const Block& block, int64_t t, A (&w)[Block::kRows]) const {
+  FWP_DEVICE void rebuild(const Block& block, int64_t t, Real (&w)[Block::kRows]) const {
     const int d = block.d;
     block.load(of.kept + block.kept(t), 0, 1, d, w);
     for (int64_t before = t / kKeptEvery * kKeptEvery; before < t; ++before) {
       const int mark = block.mark(before);
       if (mark & kBegins) block.clear(w);
       if (mark & kIsPadding) continue;
-      const A* const saved = of.saved + block.token(before) * block.gates;
-      const A k = block.inside() ? saved[d + block.column] : A(0), b = saved[3 * d];
+      const Real* const saved = of.saved + block.token(before) * block.gates;
+      const Real k = block.inside() ? saved[d + block.column] : Real(0), b = saved[3 * d];
       FWP_UNROLL for (int i = 0; i < Block::kRows; ++i) {
         const int row = block.row(i);
         if (row < d) w[i] = fma(k, b * saved[2 * d + row], w[i]);

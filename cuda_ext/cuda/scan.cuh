@@ -12,9 +12,9 @@ using Output = Target;
 
 // A rows x columns matrix for each head, or for each head and chunk. Strides can describe a transpose. If `data` is null, an
 // input is zeros and an output is not stored.
-template <typename A>
+template <typename Real>
 struct Matrices {
-  A* data = nullptr;
+  Real* data = nullptr;
   int64_t head = 0, row = 0, column = 0;
 };
 
@@ -23,8 +23,8 @@ template <typename T, int n>
 struct alignas(n * sizeof(T) < 16 ? n * sizeof(T) : 16) Numbers {
   T x[n];
 };
-template <typename A>
-using Piece = Numbers<A, kPiece>;
+template <typename Real>
+using Piece = Numbers<Real, kPiece>;
 template <typename T>
 constexpr int kOf16Bytes = 16 / sizeof(T);
 template <typename T>
@@ -78,53 +78,53 @@ struct RowSink : Sink {
 };
 
 // The part of the matrix that one thread holds.
-template <typename A, int kRows, int kColumns>
+template <typename Real, int kRows, int kColumns>
 struct Tile {
-  A x[kRows][kColumns];
+  Real x[kRows][kColumns];
 
-  FWP_DEVICE void add(const A (&row)[kRows], const A (&column)[kColumns]) {
+  FWP_DEVICE void add(const Real (&row)[kRows], const Real (&column)[kColumns]) {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] = fma(row[r], column[c], x[r][c]);
   }
-  FWP_DEVICE void subtract(const A (&row)[kRows], const A (&column)[kColumns]) {
+  FWP_DEVICE void subtract(const Real (&row)[kRows], const Real (&column)[kColumns]) {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] = fma(-row[r], column[c], x[r][c]);
   }
-  FWP_DEVICE void scale(const A (&row)[kRows], const A (&column)[kColumns]) {
+  FWP_DEVICE void scale(const Real (&row)[kRows], const Real (&column)[kColumns]) {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] *= row[r] * column[c];
   }
-  FWP_DEVICE void scale(A factor) {
+  FWP_DEVICE void scale(Real factor) {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] *= factor;
   }
-  FWP_DEVICE void scale_rows(const A (&row)[kRows]) {
+  FWP_DEVICE void scale_rows(const Real (&row)[kRows]) {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] *= row[r];
   }
   FWP_DEVICE void clear() {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
-      FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] = A(0);
+      FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] = Real(0);
   }
   FWP_DEVICE void multiply(const Tile& other) {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] *= other.x[r][c];
   }
   // x column, for the columns of this thread only.
-  FWP_DEVICE void read_rows(const A (&column)[kColumns], A (&sum)[kRows]) const {
+  FWP_DEVICE void read_rows(const Real (&column)[kColumns], Real (&sum)[kRows]) const {
     FWP_UNROLL for (int r = 0; r < kRows; ++r) {
       sum[r] = x[r][0] * column[0];
       FWP_UNROLL for (int c = 1; c < kColumns; ++c) sum[r] = fma(x[r][c], column[c], sum[r]);
     }
   }
-  FWP_DEVICE void add_columns(A (&sum)[kRows]) const {
+  FWP_DEVICE void add_columns(Real (&sum)[kRows]) const {
     FWP_UNROLL for (int r = 0; r < kRows; ++r) {
       sum[r] = x[r][0];
       FWP_UNROLL for (int c = 1; c < kColumns; ++c) sum[r] += x[r][c];
     }
   }
   // row x, for the rows of this thread only.
-  FWP_DEVICE void read(const A (&row)[kRows], A (&sum)[kColumns]) const {
+  FWP_DEVICE void read(const Real (&row)[kRows], Real (&sum)[kColumns]) const {
     FWP_UNROLL for (int c = 0; c < kColumns; ++c) {
       sum[c] = row[0] * x[0][c];
       FWP_UNROLL for (int r = 1; r < kRows; ++r) sum[c] = fma(row[r], x[r][c], sum[c]);
@@ -132,14 +132,14 @@ struct Tile {
   }
 };
 
-template <typename A, int n>
-FWP_DEVICE void scaled(A factor, const A (&x)[n], A (&product)[n]) {
+template <typename Real, int n>
+FWP_DEVICE void scaled(Real factor, const Real (&x)[n], Real (&product)[n]) {
   FWP_UNROLL for (int i = 0; i < n; ++i) product[i] = factor * x[i];
 }
 
 // Sums over all lanes that share a column. Each of them gets the same bits, in every run. All lanes of a warp must call it.
-template <typename A, int n>
-FWP_DEVICE void add_lanes(A (&x)[n], int lanes) {
+template <typename Real, int n>
+FWP_DEVICE void add_lanes(Real (&x)[n], int lanes) {
   for (int distance = 1; distance < lanes; distance *= 2)
     FWP_UNROLL for (int i = 0; i < n; ++i) x[i] += __shfl_xor_sync(0xffffffffu, x[i], distance);
 }
@@ -173,7 +173,7 @@ struct TokenArrays {
 };
 
 // The position of a thread in a scan.
-template <typename A, int kRows, int kColumns, typename Arrays>
+template <typename Real, int kRows, int kColumns, typename Arrays>
 struct Place {
   const ScanSize& size;
   const Plan& plan;
@@ -201,9 +201,9 @@ struct Place {
   // Whether the thread has columns of a head, which may be beyond the last column.
   FWP_DEVICE bool is_there() const { return head < size.heads; }
   // Whether a document begins at this token.
-  FWP_DEVICE bool begins(const A* token) const { return size.first && token[layout.begins()] != 0; }
+  FWP_DEVICE bool begins(const Real* token) const { return size.begins && token[layout.begins()] != 0; }
   // Clear the matrix there. The empty statement keeps this a branch, because a selection costs an instruction for each element.
-  FWP_DEVICE void clear_if_begins(const A* token, Tile<A, kRows, kColumns>& matrix) const {
+  FWP_DEVICE void clear_if_begins(const Real* token, Tile<Real, kRows, kColumns>& matrix) const {
     if (!begins(token)) return;
     asm volatile("");
     matrix.clear();
@@ -217,48 +217,48 @@ struct Place {
   }
 
   // A token of the thread's team, in one of the ring's buffers.
-  FWP_DEVICE A* token(int at, int slot) const {
-    return reinterpret_cast<A*>(shared_memory()) + ((at * plan.teams + team) * plan.stage + slot) * layout.size;
+  FWP_DEVICE Real* token(int at, int slot) const {
+    return reinterpret_cast<Real*>(shared_memory()) + ((at * plan.teams + team) * plan.stage + slot) * layout.size;
   }
   // Shared memory after the ring.
-  FWP_DEVICE A* own_memory() const {
-    return reinterpret_cast<A*>(shared_memory()) + plan.buffers * plan.teams * plan.stage * layout.size;
+  FWP_DEVICE Real* own_memory() const {
+    return reinterpret_cast<Real*>(shared_memory()) + plan.buffers * plan.teams * plan.stage * layout.size;
   }
 
   // Parts of a token.
-  FWP_DEVICE void load_row(const A* token, int n, A (&x)[kRows]) const {
-    const Piece<A>* from = reinterpret_cast<const Piece<A>*>(token + layout.row(n)) + lane;
+  FWP_DEVICE void load_row(const Real* token, int n, Real (&x)[kRows]) const {
+    const Piece<Real>* from = reinterpret_cast<const Piece<Real>*>(token + layout.row(n)) + lane;
     FWP_UNROLL for (int p = 0; p < kRows / kPiece; ++p) {
-      const Piece<A> found = from[piece(p) * plan.lanes];
+      const Piece<Real> found = from[piece(p) * plan.lanes];
       FWP_UNROLL for (int i = 0; i < kPiece; ++i) x[p * kPiece + i] = found.x[i];
     }
   }
-  FWP_DEVICE void load_column(const A* token, int n, A (&x)[kColumns]) const {
-    const auto found = *reinterpret_cast<const Numbers<A, kColumns>*>(token + layout.column(n) + brought_column);
+  FWP_DEVICE void load_column(const Real* token, int n, Real (&x)[kColumns]) const {
+    const auto found = *reinterpret_cast<const Numbers<Real, kColumns>*>(token + layout.column(n) + brought_column);
     FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[c] = found.x[c];
   }
-  FWP_DEVICE A scalar(const A* token, int n) const { return token[layout.scalar(n)]; }
+  FWP_DEVICE Real scalar(const Real* token, int n) const { return token[layout.scalar(n)]; }
 
   // One number per column, which all lanes of the column hold.
-  FWP_DEVICE void put_columns(A* token, int n, const A (&x)[kColumns]) const {
+  FWP_DEVICE void put_columns(Real* token, int n, const Real (&x)[kColumns]) const {
     if (lane != 0) return;
-    Numbers<A, kColumns> all;
+    Numbers<Real, kColumns> all;
     FWP_UNROLL for (int c = 0; c < kColumns; ++c) all.x[c] = x[c];
-    *reinterpret_cast<Numbers<A, kColumns>*>(token + layout.output(n) + slab_column) = all;
+    *reinterpret_cast<Numbers<Real, kColumns>*>(token + layout.output(n) + slab_column) = all;
   }
   // The sums of x over the columns of the team. Each warp has a part of them.
-  FWP_DEVICE void put_rows(A* token, int n, A (&x)[kRows]) const {
+  FWP_DEVICE void put_rows(Real* token, int n, Real (&x)[kRows]) const {
     add_groups<kRows>(x, 0, plan.lanes, token + layout.row_output(n, worker / kWarp));
   }
 
-  FWP_DEVICE void load(const Matrices<const A>& m, int64_t index, Tile<A, kRows, kColumns>& tile) const {
+  FWP_DEVICE void load(const Matrices<const Real>& m, int64_t index, Tile<Real, kRows, kColumns>& tile) const {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) {
         const bool inside = m.data && is_there() && row(r) < size.rows && column + c < size.columns;
-        tile.x[r][c] = inside ? m.data[index * m.head + row(r) * m.row + (column + c) * m.column] : A(0);
+        tile.x[r][c] = inside ? m.data[index * m.head + row(r) * m.row + (column + c) * m.column] : Real(0);
       }
   }
-  FWP_DEVICE void store(const Tile<A, kRows, kColumns>& tile, const Matrices<A>& m, int64_t index) const {
+  FWP_DEVICE void store(const Tile<Real, kRows, kColumns>& tile, const Matrices<Real>& m, int64_t index) const {
     if (!m.data || !is_there()) return;
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c)
@@ -274,68 +274,68 @@ struct Place {
     Asked asked;
     Stage before{0, 0, false};
     // The buffers of stage n, of the stage before it, and of the stage whose scalars are being loaded.
-    int at = 0, last = 0, filled = -1;
+    int at = 0, previous = 0, filled = -1;
     FWP_UNROLL_BY(1) for (int64_t n = -ahead; n <= stages; ++n) {
       const bool begun = n >= 0 && n < stages;
       if (begun) {
         plan.buffers == kMostBuffers ? wait_copies<kMostBuffers - 2>() : wait_copies<0>();
-        if constexpr (sizeof(A) < 8) convert(at);
+        if constexpr (sizeof(Real) < 8) convert(at);
       }
       if (filled >= 0) put_scalars(filled, asked);
       // From here on, stage n may be used and the buffer of the stage before it may be filled.
       __syncthreads();
-      filled = n + ahead >= stages ? -1 : n > 0 ? last : int(n) + ahead;
+      filled = n + ahead >= stages ? -1 : n > 0 ? previous : int(n) + ahead;
       if (filled >= 0) bring(filled, stage_at(n + ahead), asked);
       commit_copies();
-      write(last, before);
+      write(previous, before);
       if (!begun) continue;
       const auto stage = stage_at(n);
       use(at, stage);
       before = stage;
-      last = at;
+      previous = at;
       at = at == ahead ? 0 : at + 1;
     }
   }
 
  private:
-  // Sum x[0] to x[n - 1], the numbers of rows from `first` on, over all threads of a warp that have the same rows, then put the
+  // Sum x[0] to x[n - 1], the numbers of rows from `r` on, over all threads of a warp that have the same rows, then put the
   // sums. At each distance, each of two threads takes half of the numbers. The order is that of a binary tree over the columns.
   template <int n>
-  FWP_DEVICE void add_groups(A (&x)[kRows], int first, int distance, A* to) const {
+  FWP_DEVICE void add_groups(Real (&x)[kRows], int r, int distance, Real* to) const {
     const int end = plan.team_threads() < kWarp ? plan.team_threads() : kWarp;
     if constexpr (n > 1) {
       if (distance < end) {
         const bool second = n < kRows && thread & distance;  // all rows already start with the half to keep
         FWP_UNROLL for (int i = 0; i < n / 2; ++i) {
-          const A given = second ? x[i] : x[i + n / 2], own = second ? x[i + n / 2] : x[i];
+          const Real given = second ? x[i] : x[i + n / 2], own = second ? x[i + n / 2] : x[i];
           x[i] = own + __shfl_xor_sync(0xffffffffu, given, distance);
         }
-        return add_groups<n / 2>(x, second ? first + n / 2 : first, 2 * distance, to);
+        return add_groups<n / 2>(x, second ? r + n / 2 : r, 2 * distance, to);
       }
       constexpr int together = n < kPiece ? n : kPiece;
       FWP_UNROLL for (int i = 0; i < n; i += together) {
-        Numbers<A, together> all;
+        Numbers<Real, together> all;
         FWP_UNROLL for (int e = 0; e < together; ++e) all.x[e] = x[i + e];
-        *reinterpret_cast<Numbers<A, together>*>(to + row(first + i)) = all;
+        *reinterpret_cast<Numbers<Real, together>*>(to + row(r + i)) = all;
       }
     } else {
       const bool has_first_column = (thread & (end - distance)) == 0;
       for (; distance < end; distance *= 2) x[0] += __shfl_xor_sync(0xffffffffu, x[0], distance);
-      if (has_first_column) to[row(first)] = x[0];
+      if (has_first_column) to[row(r)] = x[0];
     }
   }
 
   // The scalars of one token, as stored in memory.
-  using Raw = std::conditional_t<sizeof(A) == 8, double, uint32_t>;
+  using Raw = std::conditional_t<sizeof(Real) == 8, double, uint32_t>;
   struct Asked {
     Raw x[Arrays::kScalars];
     bool begins;  // whether it is the first of a document
   };
 
   static constexpr int kVectors = Arrays::parts().rows + Arrays::parts().columns;
-  // The position of a vector in a token, and the numbers that the block needs: from `first` on, with zeros from `limit` on.
+  // The position of a vector in a token, and the numbers that the block needs: from `column` on, with zeros from `limit` on.
   struct Vector {
-    int at, log_width, first, limit;
+    int at, log_width, column, limit;
   };
   FWP_DEVICE Vector vector(int i) const {
     const int column = i - Arrays::parts().rows;
@@ -378,7 +378,7 @@ struct Place {
   FWP_DEVICE void bring(int at, const Stage& stage, Asked& asked) const {
     if (!is_there()) return;
     FWP_UNROLL for (int i = 0; i < Arrays::kScalars; ++i) asked.x[i] = ask(arrays.scalars[i], stage);
-    asked.begins = size.first && worker < stage.count && size.first[batch * size.length + stage.first + worker];
+    asked.begins = size.begins && worker < stage.count && size.begins[batch * size.length + stage.first + worker];
     FWP_UNROLL_BY(1) for (int i = 0; i < kVectors; ++i) {
       const Source& from = arrays.vectors[i];
       const Vector to = vector(i);
@@ -391,10 +391,10 @@ struct Place {
   }
 
   // Copies each 16 bytes to where their numbers will lie. 2-byte numbers fill only the first half of that space.
-  FWP_DEVICE void copy(const Source& from, const unsigned char* data, int count, const Vector& vector, A* to) const {
+  FWP_DEVICE void copy(const Source& from, const unsigned char* data, int count, const Vector& vector, Real* to) const {
     const int log_numbers = 4 - from.log_bytes;
     share(count, vector.log_width - log_numbers, [&](int s, int i) {
-      const int column = vector.first + (i << log_numbers);
+      const int column = vector.column + (i << log_numbers);
       const bool inside = column < vector.limit;
       const int64_t at = inside ? (s * from.token + column) << from.log_bytes : 0;
       copy_later(to + s * layout.size + (i << log_numbers), data + at, inside);
@@ -402,14 +402,14 @@ struct Place {
   }
 
   // Copies single numbers of several tokens at a time: all loads start before the first value is needed.
-  FWP_DEVICE void bring_numbers(const Source& from, const unsigned char* data, int count, const Vector& vector, A* to) const {
+  FWP_DEVICE void bring_numbers(const Source& from, const unsigned char* data, int count, const Vector& vector, Real* to) const {
     constexpr int kAtOnce = 4;
     const int limit = from.data ? vector.limit : 0;
     share((count + kAtOnce - 1) / kAtOnce, vector.log_width, [&](int s, int i) {
       Raw x[kAtOnce];
       FWP_UNROLL for (int n = 0; n < kAtOnce; ++n) {
         const int t = kAtOnce * s + n;
-        x[n] = raw(from, data, t * from.token + vector.first + i, t < count && vector.first + i < limit);
+        x[n] = raw(from, data, t * from.token + vector.column + i, t < count && vector.column + i < limit);
       }
       FWP_UNROLL for (int n = 0; n < kAtOnce; ++n)
         if (kAtOnce * s + n < count) to[(kAtOnce * s + n) * layout.size + i] = number_of(from.type, x[n]);
@@ -427,12 +427,12 @@ struct Place {
   FWP_DEVICE void convert(Type type, const Vector& vector, int at) const {
     constexpr int numbers = kOf16Bytes<uint16_t>, log_numbers = log2_of(numbers);
     share(plan.stage, vector.log_width - log_numbers, [&](int s, int i) {
-      A* const to = token(at, s) + vector.at + i * numbers;
+      Real* const to = token(at, s) + vector.at + i * numbers;
       const Wide<uint16_t> found = *reinterpret_cast<const Wide<uint16_t>*>(to);
       FWP_UNROLL for (int p = 0; p < numbers / kPiece; ++p) {
-        Piece<A> piece;
+        Piece<Real> piece;
         FWP_UNROLL for (int e = 0; e < kPiece; ++e) piece.x[e] = number_of(type, Raw(found.x[p * kPiece + e]));
-        reinterpret_cast<Piece<A>*>(to)[p] = piece;
+        reinterpret_cast<Piece<Real>*>(to)[p] = piece;
       }
     });
   }
@@ -443,15 +443,15 @@ struct Place {
   }
   FWP_DEVICE void put_scalars(int at, const Asked& asked) const {
     if (!is_there() || worker >= plan.stage) return;
-    A* const to = token(at, worker);
+    Real* const to = token(at, worker);
     FWP_UNROLL for (int i = 0; i < Arrays::kScalars; ++i) to[layout.scalar(i)] = number_of(arrays.scalars[i].type, asked.x[i]);
-    if (size.first) to[layout.begins()] = asked.begins;
+    if (size.begins) to[layout.begins()] = asked.begins;
   }
 
   // Number `at`, as stored in memory, or zero.
   static FWP_DEVICE Raw raw(const Source& from, const unsigned char* data, int64_t at, bool inside) {
     if (!inside) return Raw(0);
-    if constexpr (sizeof(A) == 8)
+    if constexpr (sizeof(Real) == 8)
       return reinterpret_cast<const double*>(data)[at];
     else
       return from.log_bytes == 2 ? reinterpret_cast<const uint32_t*>(data)[at] : reinterpret_cast<const uint16_t*>(data)[at];
@@ -460,28 +460,28 @@ struct Place {
   // Stores the outputs of a stage, from buffer `at`.
   FWP_DEVICE void write(int at, const Stage& stage) const {
     if (!is_there() || !stage.writes) return;
-    const A* const tokens = token(at, 0);
+    const Real* const tokens = token(at, 0);
     FWP_UNROLL_BY(1) for (int i = 0; i < Arrays::parts().outputs; ++i)
       if (arrays.outputs[i].data) write(arrays.outputs[i], stage, tokens + layout.output(i));
     FWP_UNROLL_BY(1) for (int i = 0; i < Arrays::parts().row_outputs; ++i)
       if (arrays.row_outputs[i].data) write_rows(arrays.row_outputs[i], stage, tokens + layout.row_output(i, 0));
   }
-  FWP_DEVICE void write(const Sink& to, const Stage& stage, const A* tokens) const {
+  FWP_DEVICE void write(const Sink& to, const Stage& stage, const Real* tokens) const {
     const int count = stage.count, apart = to.tokens_first ? int(size.heads_per_batch) : 1;  // in vectors
     const int64_t first = to.tokens_first ? (batch * size.length + stage.first) * apart + head_of_batch
                                           : head * size.length + stage.first;
-    with_element<A>(to.type, [&](auto* element) {
+    with_element<Real>(to.type, [&](auto* element) {
       using T = std::remove_pointer_t<decltype(element)>;
       T* const data = static_cast<T*>(to.data) + first * size.columns + first_output();
       const int limit = size.columns - first_output(), stride = apart * size.columns;
       if (to.by_pieces) {
-        constexpr int numbers = kOf16Bytes<T>, log_numbers = log2_of(numbers), together = kOf16Bytes<A>;
+        constexpr int numbers = kOf16Bytes<T>, log_numbers = log2_of(numbers), together = kOf16Bytes<Real>;
         share(count, log_output_width() - log_numbers, [&](int s, int i) {
           if (i * numbers >= limit) return;
-          const Wide<A>* const from = reinterpret_cast<const Wide<A>*>(tokens + s * layout.size + i * numbers);
+          const Wide<Real>* const from = reinterpret_cast<const Wide<Real>*>(tokens + s * layout.size + i * numbers);
           Wide<T> piece;
           FWP_UNROLL for (int p = 0; p < numbers / together; ++p) {
-            const Wide<A> found = from[p];
+            const Wide<Real> found = from[p];
             FWP_UNROLL for (int e = 0; e < together; ++e) round_to(found.x[e], piece.x[p * together + e]);
           }
           reinterpret_cast<Wide<T>*>(data + s * stride)[i] = piece;
@@ -494,15 +494,15 @@ struct Place {
     });
   }
 
-  FWP_DEVICE void write_rows(const RowSink& to, const Stage& stage, const A* tokens) const {
-    with_element<A>(to.type, [&](auto* element) {
+  FWP_DEVICE void write_rows(const RowSink& to, const Stage& stage, const Real* tokens) const {
+    with_element<Real>(to.type, [&](auto* element) {
       using T = std::remove_pointer_t<decltype(element)>;
       T* const data = static_cast<T*>(to.data) + slab() * to.slab + (head * to.length + stage.first - to.first) * size.rows;
       constexpr int log_piece = log2_of(kPiece);
       share(stage.count, log_row_width() - log_piece, [&](int s, int i) {
         const int left = size.rows - i * kPiece;
         if (left <= 0) return;
-        const Piece<A> sum = add_warps(tokens + s * layout.size + i * kPiece);
+        const Piece<Real> sum = add_warps(tokens + s * layout.size + i * kPiece);
         Piece<T> rounded;
         FWP_UNROLL for (int e = 0; e < kPiece; ++e) round_to(sum.x[e], rounded.x[e]);
         T* const target = data + s * size.rows + i * kPiece;
@@ -514,11 +514,11 @@ struct Place {
     });
   }
   // Four sums of all warps of the team, in the order of a binary tree.
-  FWP_DEVICE Piece<A> add_warps(const A* from) const {
+  FWP_DEVICE Piece<Real> add_warps(const Real* from) const {
     constexpr int most = kThreadsPerBlock / kWarp;
-    Piece<A> sums[most];
+    Piece<Real> sums[most];
     FWP_UNROLL for (int w = 0; w < most; ++w)
-      if (w < layout.warps) sums[w] = *reinterpret_cast<const Piece<A>*>(from + w * layout.row_width);
+      if (w < layout.warps) sums[w] = *reinterpret_cast<const Piece<Real>*>(from + w * layout.row_width);
     FWP_UNROLL for (int distance = 1; distance < most; distance *= 2)
       FWP_UNROLL for (int w = 0; w + distance < most; w += 2 * distance)
         if (w + distance < layout.warps)

@@ -108,9 +108,9 @@ extern "C" const char* emulator_map(const Pretended* how, const Projection* give
 extern "C" const char* emulator_recurrent_delta(const Pretended* how, bool is_double, bool is_backward, const void* pass) {
   pretend(*how);
   const auto run = [&](auto number) {
-    using A = decltype(number);
-    return is_backward ? recurrent_delta(*static_cast<const RecurrentDeltaBackward<A>*>(pass), nullptr)
-                       : recurrent_delta(*static_cast<const RecurrentDeltaForward<A>*>(pass), nullptr);
+    using Real = decltype(number);
+    return is_backward ? recurrent_delta(*static_cast<const RecurrentDeltaBackward<Real>*>(pass), nullptr)
+                       : recurrent_delta(*static_cast<const RecurrentDeltaForward<Real>*>(pass), nullptr);
   };
   return is_double ? run(double()) : run(float());
 }
@@ -185,9 +185,9 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   more.d_out = view(size.Dv, type), more.d_state = states(1);
   const Outputs out{target(size.Dv, type), states(1), const_cast<void*>(more.retrieved.data),
                     const_cast<void*>(more.kept), const_cast<void*>(more.segments)};
-  const std::unique_ptr<bool[]> first(new bool[size_t(size.B * size.L)]());
-  for (int64_t b = 0; b < size.B && size.L > 1; ++b) first[size_t(b * size.L + 1)] = true;
-  Call call{size, type, rule, documents ? first.get() : nullptr, nullptr, nullptr};
+  const std::unique_ptr<bool[]> begins(new bool[size_t(size.B * size.L)]());
+  for (int64_t b = 0; b < size.B && size.L > 1; ++b) begins[size_t(b * size.L + 1)] = true;
+  Call call{size, type, rule, documents ? begins.get() : nullptr, nullptr, nullptr};
   std::vector<unsigned char> workspace(emulator_workspace_bytes(&how, &call, true));
   call.workspace = workspace.data();
   const char* const error = emulator_forward(&how, &call, &in, &out);
@@ -231,21 +231,21 @@ const char* run_maps(Type, const Pretended&) { return nullptr; }
 
 #ifdef EMULATOR_RECURRENT
 // Both passes of the recurrent delta rule on arrays of their exact sizes, with documents and padding, of one head.
-template <typename A>
+template <typename Real>
 const char* run_recurrent(int64_t L, int64_t d, const Pretended& how) {
-  const auto make = [](int64_t count) { return std::vector<A>(size_t(count), A(0.5)); };
+  const auto make = [](int64_t count) { return std::vector<Real>(size_t(count), Real(0.5)); };
   std::vector<uint8_t> marks(size_t(L), 0);
   if (L > 2) marks[1] = kIsPadding, marks[size_t(L - 1)] = kBegins;
   const RecurrentSizes n{1, L, 1, d, marks.data()};
   auto weights = make(d * n.gates()), x = make(L * n.gates()), saved = x, d_x = x, z = make(L * d), out = z, d_out = z, d_z = z;
   auto output = make(d), d_output = output, memory = make(d * d), d_memory = memory, kept = make(n.chunks() * d * d);
-  const RecurrentDeltaForward<A> forward{
+  const RecurrentDeltaForward<Real> forward{
       n, weights.data(), output.data(), x.data(), z.data(), memory.data(), out.data(), saved.data(), kept.data()};
-  const RecurrentDeltaBackward<A> backward{n,            weights.data(), output.data(), memory.data(), out.data(),
-                                           saved.data(), kept.data(),    d_out.data(),  d_x.data(),    d_z.data(),
-                                           d_memory.data(), d_output.data()};
-  const char* const error = emulator_recurrent_delta(&how, sizeof(A) == 8, false, &forward);
-  return error ? error : emulator_recurrent_delta(&how, sizeof(A) == 8, true, &backward);
+  const RecurrentDeltaBackward<Real> backward{n,            weights.data(), output.data(), memory.data(), out.data(),
+                                              saved.data(), kept.data(),    d_out.data(),  d_x.data(),    d_z.data(),
+                                              d_memory.data(), d_output.data()};
+  const char* const error = emulator_recurrent_delta(&how, sizeof(Real) == 8, false, &forward);
+  return error ? error : emulator_recurrent_delta(&how, sizeof(Real) == 8, true, &backward);
 }
 
 const char* run_recurrent(const Pretended& how) {

@@ -109,7 +109,7 @@ class _Call(_Structure):
         ("size", _Sizes),
         ("type", ctypes.c_int),
         ("rule", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("first", "workspace", "stream")),
+        *((name, ctypes.c_void_p) for name in ("begins", "workspace", "stream")),
     ]
 
 

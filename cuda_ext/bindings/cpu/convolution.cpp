@@ -24,7 +24,7 @@ constexpr int64_t kTokensOfBlock = 64;  // d_weight is a sum over blocks of toke
 constexpr int64_t kChannels = 256;      // rows, weights and sums of so many stay in the first-level cache
 
 // Call f(block, batch, first token, end, first channel, convolution) for blocks of tokens, on threads.
-template <typename A, typename F>
+template <typename Real, typename F>
 void for_token_blocks(const Tensor& x, const Tensor& weight, const Optional& sequence, F f) {
   const int64_t B = x.size(0), L = x.size(1), D = x.size(2), blocks = blocks_of(L, kTokensOfBlock);
   const int64_t grain = std::max<int64_t>(1, (1 << 14) / std::max<int64_t>(1, kTokensOfBlock * D));
@@ -33,9 +33,9 @@ void for_token_blocks(const Tensor& x, const Tensor& weight, const Optional& seq
       const int64_t b = block / blocks, first = block % blocks * kTokensOfBlock;
       for (int64_t c = 0; c < D; c += kChannels)
         f(block, b, first, std::min(L, first + kTokensOfBlock), c,
-          Convolution<A>{L, std::min(kChannels, D - c), weight.size(0),
-                         {x.const_data_ptr<A>() + b * x.stride(0) + c, x.stride(1)}, {weight.const_data_ptr<A>() + c, D},
-                         sequence ? sequence->const_data_ptr<int64_t>() + b * L : nullptr});
+          Convolution<Real>{L, std::min(kChannels, D - c), weight.size(0),
+                            {x.const_data_ptr<Real>() + b * x.stride(0) + c, x.stride(1)}, {weight.const_data_ptr<Real>() + c, D},
+                            sequence ? sequence->const_data_ptr<int64_t>() + b * L : nullptr});
     }
   });
 }
@@ -55,19 +55,19 @@ void check(const Tensor& x, const Tensor& weight, const Optional& bias, const Op
 }
 
 // Sequence b of a contiguous tensor (B, L, D) that starts at `data`, from a channel on.
-template <typename A>
-Tokens<A> sequence_of(A* data, const Tensor& x, int64_t b, int64_t channel) {
+template <typename Real>
+Tokens<Real> sequence_of(Real* data, const Tensor& x, int64_t b, int64_t channel) {
   return {data + b * x.size(1) * x.size(2) + channel, x.size(2)};
 }
 
 Tensor causal_conv1d(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& sequence) {
   check(x, weight, bias, sequence);
   const Tensor out = at::empty(x.sizes(), x.options());
-  with_number(x.element_size(), [&]<typename A>(A) {
-    const A* start = bias ? bias->const_data_ptr<A>() : nullptr;
-    A* rows = out.mutable_data_ptr<A>();
-    for_token_blocks<A>(x, weight, sequence, [&](int64_t, int64_t b, int64_t first, int64_t end, int64_t c,
-                                                 const auto& convolution) {
+  with_number(x.element_size(), [&]<typename Real>(Real) {
+    const Real* start = bias ? bias->const_data_ptr<Real>() : nullptr;
+    Real* rows = out.mutable_data_ptr<Real>();
+    for_token_blocks<Real>(x, weight, sequence, [&](int64_t, int64_t b, int64_t first, int64_t end, int64_t c,
+                                                    const auto& convolution) {
       convolution.forward(first, end, start ? start + c : nullptr, sequence_of(rows, x, b, c));
     });
   });
@@ -82,15 +82,15 @@ std::tuple<Tensor, Tensor> causal_conv1d_backward(const Tensor& x, const Tensor&
   const int64_t W = weight.size(0), D = x.size(2), blocks = x.size(0) * blocks_of(x.size(1), kTokensOfBlock);
   const Tensor d_x = at::empty(x.sizes(), x.options()), parts = at::zeros({blocks, W * D}, x.options());
   Tensor d_weight;
-  with_number(x.element_size(), [&]<typename A>(A) {
-    A *rows = d_x.mutable_data_ptr<A>(), *sums = parts.mutable_data_ptr<A>();
-    const A* d_rows = d_out.const_data_ptr<A>();
-    for_token_blocks<A>(x, weight, sequence, [&](int64_t block, int64_t b, int64_t first, int64_t end, int64_t c,
-                                                 const auto& convolution) {
+  with_number(x.element_size(), [&]<typename Real>(Real) {
+    Real *rows = d_x.mutable_data_ptr<Real>(), *sums = parts.mutable_data_ptr<Real>();
+    const Real* d_rows = d_out.const_data_ptr<Real>();
+    for_token_blocks<Real>(x, weight, sequence, [&](int64_t block, int64_t b, int64_t first, int64_t end, int64_t c,
+                                                    const auto& convolution) {
       convolution.backward(first, end, sequence_of(d_rows, x, b, c), sequence_of(rows, x, b, c),
                            {sums + block * W * D + c, D});
     });
-    d_weight = sum_rows<A>(parts).view({W, D});
+    d_weight = sum_rows<Real>(parts).view({W, D});
   });
   return {d_x, d_weight};
 }

@@ -10,12 +10,12 @@ namespace fwp::cpu {
 inline bool has_dense_rows(const at::Tensor& x) { return x.stride(-1) == 1 || x.size(-1) < 2 || x.numel() == 0; }
 
 // parts (blocks, n), contiguous -> (n,), in the order of the blocks: it does not depend on the number of threads.
-template <typename A>
+template <typename Real>
 at::Tensor sum_rows(const at::Tensor& parts) {
   const int64_t n = parts.size(1);
   const at::Tensor sum = at::zeros({n}, parts.options());
-  A* to = sum.mutable_data_ptr<A>();
-  const A* from = parts.const_data_ptr<A>();
+  Real* to = sum.mutable_data_ptr<Real>();
+  const Real* from = parts.const_data_ptr<Real>();
   for (int64_t row = 0; row < parts.size(0); ++row)
     for (int64_t i = 0; i < n; ++i) to[i] += from[row * n + i];
   return sum;

@@ -8,16 +8,16 @@
 namespace fwp::cpu {
 
 // Token tensors by heads, as Of has their tokens. An absent member is null.
-template <typename A, typename Of>
+template <typename Real, typename Of>
 struct ForgetHeads {
-  const TokenTensorsOf<Heads<A>> all;
+  const TokenTensorsOf<Heads<Real>> all;
 
-  explicit ForgetHeads(const TokenViews& x) : all(x.map([](const View& view) { return Heads<A>(view); })) {}
+  explicit ForgetHeads(const TokenViews& x) : all(x.map([](const View& view) { return Heads<Real>(view); })) {}
 
   // The tokens of head h, from key column i and value column j on.
   Of at(int64_t h, int64_t i, int64_t j) const {
-    const auto vectors = [&](const Heads<A>& x) {
-      if constexpr (std::is_same_v<decltype(Of::q), Stored<std::remove_const_t<A>>>)
+    const auto vectors = [&](const Heads<Real>& x) {
+      if constexpr (std::is_same_v<decltype(Of::q), Stored<std::remove_const_t<Real>>>)
         return x.stored(h);
       else
         return x.tokens(h);
@@ -35,15 +35,15 @@ struct ForgetHeads {
     return x;
   }
 };
-template <typename A>
-using InputHeads = ForgetHeads<const A, ForgetTokens<A>>;
-template <typename A>
-using GradientHeads = ForgetHeads<A, ForgetGradients<A>>;
+template <typename Real>
+using InputHeads = ForgetHeads<const Real, ForgetTokens<Real>>;
+template <typename Real>
+using GradientHeads = ForgetHeads<Real, ForgetGradients<Real>>;
 
 // The columns of the states of head h from j on; null if none are kept.
-template <typename A>
-Tokens<A> kept_states(const Heads<A>& kept, const Lengths& size, int64_t h, int64_t j = 0) {
-  A* const data = kept.tokens(h).data;
+template <typename Real>
+Tokens<Real> kept_states(const Heads<Real>& kept, const Lengths& size, int64_t h, int64_t j = 0) {
+  Real* const data = kept.tokens(h).data;
   return {data ? data + j : nullptr, size.Dv};
 }
 
@@ -61,30 +61,30 @@ void forget_scan(const Forward& pass) {
   // Each block reads all keys, queries and key decays. Wider blocks halve these reads, which outweighs passes of only
   // two tokens.
   constexpr bool wide = kManyRegisters && !K::retrieves;
-  with_number(pass.item, [&]<typename A>(A) {
-    const InputHeads<A> inputs(pass.in);
-    const Heads<const A> initial(pass.initial);
-    const Heads<A> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
-    const auto run_block = [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
+  with_number(pass.item, [&]<typename Real>(Real) {
+    const InputHeads<Real> inputs(pass.in);
+    const Heads<const Real> initial(pass.initial);
+    const Heads<Real> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
+    const auto run_block = [&](int64_t h, int64_t j, int64_t n, auto vectors, Real* work) {
       constexpr int NV = decltype(vectors)::value;
-      StateBlock<A, NV> block(size.Dk, n, initial.matrix(h, j), final.matrix(h, j), work);
+      StateBlock<Real, NV> block(size.Dk, n, initial.matrix(h, j), final.matrix(h, j), work);
       if constexpr (NV == 1 && !K::retrieves) {
-        if (is_square<A>(size)) {
-          ForgetForwardSquare<A, fades>{.block = block,
-                                        .length = size.L,
-                                        .in = inputs.at(h, 0, j),
-                                        .out = out.tokens(h),
-                                        .states = kept.tokens(h).data}
+        if (is_square<Real>(size)) {
+          ForgetForwardSquare<Real, fades>{.block = block,
+                                           .length = size.L,
+                                           .in = inputs.at(h, 0, j),
+                                           .out = out.tokens(h),
+                                           .states = kept.tokens(h).data}
               .run();
           return block.finish();
         }
       }
-      ForgetForward<A, NV, K> scan{.block = block,
-                                   .in = inputs.at(h, 0, j),
-                                   .out = out.tokens(h).from(j),
-                                   .retrieved = retrieved.tokens(h).from(j),
-                                   .kept = kept_states(kept, size, h, j),
-                                   .scratch = work + size.Dk * block.kWidth};
+      ForgetForward<Real, NV, K> scan{.block = block,
+                                      .in = inputs.at(h, 0, j),
+                                      .out = out.tokens(h).from(j),
+                                      .retrieved = retrieved.tokens(h).from(j),
+                                      .kept = kept_states(kept, size, h, j),
+                                      .scratch = work + size.Dk * block.kWidth};
       if constexpr (NV == 4 && !wide)
         scan.run_token();
       else
@@ -92,9 +92,9 @@ void forget_scan(const Forward& pass) {
       block.finish();
     };
     if constexpr (wide)
-      for_blocks<A, 4>(size, size.Dk, size.Dv, run_block);
+      for_blocks<Real, 4>(size, size.Dk, size.Dv, run_block);
     else
-      for_blocks<A>(size, size.Dk, size.Dv, run_block);
+      for_blocks<Real>(size, size.Dk, size.Dv, run_block);
   });
 }
 
@@ -118,57 +118,57 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
     to.value_decay = select(sums.value_decay), to.head_decay = select(sums.head_decay), to.rate = select(sums.rate);
     return to;
   };
-  with_number(pass.item, [&]<typename A>(A) {
-    const InputHeads<A> inputs(pass.in);
-    const Heads<const A> initial(pass.initial), d_final(pass.d_final), kept(pass.kept), d_out(pass.d_out);
-    const Heads<const A> retrieved(pass.retrieved), d_retrieved_(d_retrieved);
-    const Heads<A> d_initial(pass.d_initial);
-    const auto run_block = [&](int64_t h, int64_t part, int64_t i, bool add, auto vectors, A* work) {
+  with_number(pass.item, [&]<typename Real>(Real) {
+    const InputHeads<Real> inputs(pass.in);
+    const Heads<const Real> initial(pass.initial), d_final(pass.d_final), kept(pass.kept), d_out(pass.d_out);
+    const Heads<const Real> retrieved(pass.retrieved), d_retrieved_(d_retrieved);
+    const Heads<Real> d_initial(pass.d_initial);
+    const auto run_block = [&](int64_t h, int64_t part, int64_t i, bool add, auto vectors, Real* work) {
       constexpr int NV = decltype(vectors)::value;
-      const ForgetGradients<A> to = GradientHeads<A>(of_part(part)).at(h, i, 0);
+      const ForgetGradients<Real> to = GradientHeads<Real>(of_part(part)).at(h, i, 0);
       if constexpr (NV == 1 && !K::retrieves) {
-        if (is_square<A>(size)) {
-          return ForgetBackwardSquare<A, fades>{.length = size.L,
-                                                .in = inputs.at(h, 0, 0),
-                                                .d_out = d_out.tokens(h),
-                                                .to = to,
-                                                .initial = initial.matrix(h, 0, true),
-                                                .d_final = d_final.matrix(h, 0, true),
-                                                .d_initial = d_initial.matrix(h, 0, true),
-                                                .states = kept.tokens(h).data,
-                                                .work = work}
+        if (is_square<Real>(size)) {
+          return ForgetBackwardSquare<Real, fades>{.length = size.L,
+                                                   .in = inputs.at(h, 0, 0),
+                                                   .d_out = d_out.tokens(h),
+                                                   .to = to,
+                                                   .initial = initial.matrix(h, 0, true),
+                                                   .d_final = d_final.matrix(h, 0, true),
+                                                   .d_initial = d_initial.matrix(h, 0, true),
+                                                   .states = kept.tokens(h).data,
+                                                   .work = work}
               .run();
         }
       }
-      ForgetBackward<A, NV, K>{.length = size.L,
-                               .rows = size.Dv,
-                               .columns = std::min(width, size.Dk - i),
-                               .in = inputs.at(h, i, 0),
-                               .d_out = d_out.tokens(h),
-                               .removed = retrieved.tokens(h),
-                               .d_retrieved = d_retrieved_.tokens(h),
-                               .to = to,
-                               .add = add,
-                               .initial = initial.matrix(h, i, true),
-                               .d_final = d_final.matrix(h, i, true),
-                               .d_initial = d_initial.matrix(h, i, true),
-                               .kept = kept.tokens(h).data + i * size.Dv,
-                               .kept_stride = size.Dk * size.Dv,
-                               .work = work}
+      ForgetBackward<Real, NV, K>{.length = size.L,
+                                  .rows = size.Dv,
+                                  .columns = std::min(width, size.Dk - i),
+                                  .in = inputs.at(h, i, 0),
+                                  .d_out = d_out.tokens(h),
+                                  .removed = retrieved.tokens(h),
+                                  .d_retrieved = d_retrieved_.tokens(h),
+                                  .to = to,
+                                  .add = add,
+                                  .initial = initial.matrix(h, i, true),
+                                  .d_final = d_final.matrix(h, i, true),
+                                  .d_initial = d_initial.matrix(h, i, true),
+                                  .kept = kept.tokens(h).data + i * size.Dv,
+                                  .kept_stride = size.Dk * size.Dv,
+                                  .work = work}
           .run();
     };
-    const int64_t scratch_size = std::max(ForgetBackward<A, 1, K>::scratch(size.Dv) * width / kLanes<A>,
-                                          ForgetBackwardSquare<A, fades>::scratch());
-    shared.for_blocks<A>(size.L * size.Dk * size.Dv, scratch_size,
-                         [&](int64_t h, int64_t part, int64_t block, bool add, A* work) {
-      with_vectors<kPassTokens / 2>(width / kLanes<A>, [&](auto vectors) {
+    const int64_t scratch_size = std::max(ForgetBackward<Real, 1, K>::scratch(size.Dv) * width / kLanes<Real>,
+                                          ForgetBackwardSquare<Real, fades>::scratch());
+    shared.for_blocks<Real>(size.L * size.Dk * size.Dv, scratch_size,
+                            [&](int64_t h, int64_t part, int64_t block, bool add, Real* work) {
+      with_vectors<kPassTokens / 2>(width / kLanes<Real>, [&](auto vectors) {
         run_block(h, part, block * width, add, vectors, work);
       });
     });
-    if (erases != Erases::kKey) shared.add_parts<A>(pass.to.v, sums.v);
-    shared.add_parts<A>(pass.to.value_decay, sums.value_decay);
-    shared.add_parts<A>(pass.to.head_decay, sums.head_decay);
-    shared.add_parts<A>(pass.to.rate, sums.rate);
+    if (erases != Erases::kKey) shared.add_parts<Real>(pass.to.v, sums.v);
+    shared.add_parts<Real>(pass.to.value_decay, sums.value_decay);
+    shared.add_parts<Real>(pass.to.head_decay, sums.head_decay);
+    shared.add_parts<Real>(pass.to.rate, sums.rate);
   });
 }
 
@@ -177,33 +177,33 @@ template <Fades fades, Erases erases>
 void retrieved_backward(const Backward& pass, const View& d_retrieved) {
   const Lengths& size = pass.size;
   const int64_t L = size.L;
-  with_number(pass.item, [&]<typename A>(A) {
-    const int64_t vectors = block_vectors<A>(size.Dk, size.Dv, 2), width = vectors * kLanes<A>;
+  with_number(pass.item, [&]<typename Real>(Real) {
+    const int64_t vectors = block_vectors<Real>(size.Dk, size.Dv, 2), width = vectors * kLanes<Real>;
     const SharedHeads shared(size, size.Dv, width);
     const View d_rate_parts = shared.in_parts(pass.to.rate);
-    const InputHeads<A> inputs(pass.in);
-    const Heads<const A> d_out(pass.d_out), d_final(pass.d_final), retrieved(pass.retrieved);
-    const Heads<A> to(d_retrieved);
-    shared.for_blocks<A>(L * size.Dk * size.Dv, size.Dk * (width + 1),
-                         [&](int64_t h, int64_t part, int64_t index, bool add, A* work) {
-      const Heads<A> d_rate(d_rate_parts.defined() ? d_rate_parts.select(0, part) : d_rate_parts);
+    const InputHeads<Real> inputs(pass.in);
+    const Heads<const Real> d_out(pass.d_out), d_final(pass.d_final), retrieved(pass.retrieved);
+    const Heads<Real> to(d_retrieved);
+    shared.for_blocks<Real>(L * size.Dk * size.Dv, size.Dk * (width + 1),
+                            [&](int64_t h, int64_t part, int64_t index, bool add, Real* work) {
+      const Heads<Real> d_rate(d_rate_parts.defined() ? d_rate_parts.select(0, part) : d_rate_parts);
       with_vectors<2>(vectors, [&](auto vectors) {
         constexpr int NV = decltype(vectors)::value;
         const int64_t j = index * width;
-        StateBlock<A, NV> block(size.Dk, std::min(width, size.Dv - j), d_final.matrix(h, j), {nullptr, 0, 0}, work);
-        RetrieveBackward<A, NV, Kind<fades, erases>>{.block = block,
-                                                     .length = L,
-                                                     .in = inputs.at(h, 0, j).reversed(L),
-                                                     .d_out = d_out.tokens(h).from(j).reversed(L),
-                                                     .retrieved = retrieved.tokens(h).from(j).reversed(L),
-                                                     .d_retrieved = to.tokens(h).from(j).reversed(L),
-                                                     .d_rate = d_rate.rates(h).reversed(L),
-                                                     .add = add,
-                                                     .scratch = work + size.Dk * width}
+        StateBlock<Real, NV> block(size.Dk, std::min(width, size.Dv - j), d_final.matrix(h, j), {nullptr, 0, 0}, work);
+        RetrieveBackward<Real, NV, Kind<fades, erases>>{.block = block,
+                                                        .length = L,
+                                                        .in = inputs.at(h, 0, j).reversed(L),
+                                                        .d_out = d_out.tokens(h).from(j).reversed(L),
+                                                        .retrieved = retrieved.tokens(h).from(j).reversed(L),
+                                                        .d_retrieved = to.tokens(h).from(j).reversed(L),
+                                                        .d_rate = d_rate.rates(h).reversed(L),
+                                                        .add = add,
+                                                        .scratch = work + size.Dk * width}
             .run();
       });
     });
-    shared.add_parts<A>(pass.to.rate, d_rate_parts);
+    shared.add_parts<Real>(pass.to.rate, d_rate_parts);
   });
 }
 
@@ -211,13 +211,13 @@ void retrieved_backward(const Backward& pass, const View& d_retrieved) {
 inline View written_values(const Backward& pass) {
   const Lengths& size = pass.size;
   const View written = empty(size.values(), pass.item);
-  with_number(pass.item, [&]<typename A>(A) {
-    const Heads<const A> error(pass.retrieved), rate(pass.in.rate);
-    const Heads<A> to(written);
+  with_number(pass.item, [&]<typename Real>(Real) {
+    const Heads<const Real> error(pass.retrieved), rate(pass.in.rate);
+    const Heads<Real> to(written);
     for_tokens(size.B * size.H * size.L, size.Dv, [&](int64_t token) {
       const int64_t h = token / size.L, t = token % size.L;
-      const A* from = error.tokens(h)[t];
-      A *row = to.tokens(h)[t], factor = rate.rates(h)[t];
+      const Real* from = error.tokens(h)[t];
+      Real *row = to.tokens(h)[t], factor = rate.rates(h)[t];
       for (int64_t j = 0; j < size.Dv; ++j) row[j] = from[j] * factor;
     });
   });
@@ -241,14 +241,14 @@ void retrieve_scan_backward(const Backward& pass) {
 // heads, which changes no bit.
 template <typename Chunk, typename F>
 void for_chunk_heads(const Lengths& size, bool divide, F f) {
-  using A = typename Chunk::Number;
+  using Real = typename Chunk::Number;
   const int64_t heads = size.B * size.H, panels = blocks_of(size.Dv, Chunk::kColumns);
   const int64_t wanted = heads && divide ? (threads() + heads - 1) / heads : 1;
   const int64_t width = blocks_of(panels, std::min(wanted, panels)) * Chunk::kColumns, parts = blocks_of(size.Dv, width);
   // As in for_blocks: a thread costs as much as 2^18 updates of an element.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * size.Dk * width));
   at::parallel_for(0, heads * parts, grain, [&](int64_t begin, int64_t end) {
-    const auto memory = scratch<A>(Chunk::scratch_size(size.Dk, width));
+    const auto memory = scratch<Real>(Chunk::scratch_size(size.Dk, width));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t column = item % parts * width, n = std::min(width, size.Dv - column);
       Chunk chunk(size.Dk, n, memory.get());
@@ -259,43 +259,43 @@ void for_chunk_heads(const Lengths& size, bool divide, F f) {
 
 // Call run(kind of chunks, arguments that they have before others). A decoding step in bfloat16 has no use for tiles. Without
 // them, a decay per head is one per key in the backward pass.
-template <typename A, Fades fades, Erases erases, typename Pass, typename F>
+template <typename Real, Fades fades, Erases erases, typename Pass, typename F>
 void run_chunks(const Pass& pass, F run) {
   constexpr bool forward = std::is_same_v<Pass, Forward>;
   constexpr bool in_tiles = fades == Fades::kHead || (fades == Fades::kKey && erases != Erases::kRemoval);
-  if constexpr (in_tiles && std::is_same_v<A, float>)
+  if constexpr (in_tiles && std::is_same_v<Real, float>)
     if (pass.in.q.item == sizeof(BFloat16) && pass.size.L > 1)
       if (const TileUnit* unit = TileUnit::chosen()) return run(std::type_identity<ForgetTiles<fades, erases>>{}, *unit);
   if constexpr (forward)
-    run(std::type_identity<ForgetChunkForward<A, fades, erases>>{});
+    run(std::type_identity<ForgetChunkForward<Real, fades, erases>>{});
   else
-    run(std::type_identity<ForgetChunkBackward<A, fades == Fades::kHead ? Fades::kKey : fades, erases>>{});
+    run(std::type_identity<ForgetChunkBackward<Real, fades == Fades::kHead ? Fades::kKey : fades, erases>>{});
 }
 
 template <Fades fades, Erases erases>
 void chunk_forward(const Forward& pass) {
-  with_number(pass.item, [&]<typename A>(A) {
-    const ForgetHeads<const A, ForgetTokens<A, Stored<A>>> inputs(pass.in);
-    const Heads<const A> initial(pass.initial);
-    const Heads<A> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
+  with_number(pass.item, [&]<typename Real>(Real) {
+    const ForgetHeads<const Real, ForgetTokens<Real, Stored<Real>>> inputs(pass.in);
+    const Heads<const Real> initial(pass.initial);
+    const Heads<Real> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
     const auto run = [&]<typename Chunk>(std::type_identity<Chunk>, const auto&... unit) {
       for_chunk_heads<Chunk>(pass.size, true, [&](int64_t h, int64_t j, auto& chunk) {
         chunk.forward(unit..., pass.size.L, inputs.at(h, 0, j), initial.matrix(h, j), out.stored(h).from(j),
                       retrieved.stored(h).from(j), kept_states(kept, pass.size, h, j), final.matrix(h, j));
       });
     };
-    run_chunks<A, fades, erases>(pass, run);
+    run_chunks<Real, fades, erases>(pass, run);
   });
 }
 
 template <Fades fades, Erases erases>
 void chunk_backward(const Backward& pass) {
-  with_number(pass.item, [&]<typename A>(A) {
-    const ForgetHeads<const A, ForgetTokens<A, Stored<A>>> inputs(pass.in);
-    const ForgetHeads<A, ForgetGradients<A, Stored<A>>> to(pass.to);
-    const Heads<const A> initial(pass.initial), d_final(pass.d_final), retrieved(pass.retrieved), kept(pass.kept);
-    const Heads<const A> d_out(pass.d_out);
-    const Heads<A> d_initial(pass.d_initial);
+  with_number(pass.item, [&]<typename Real>(Real) {
+    const ForgetHeads<const Real, ForgetTokens<Real, Stored<Real>>> inputs(pass.in);
+    const ForgetHeads<Real, ForgetGradients<Real, Stored<Real>>> to(pass.to);
+    const Heads<const Real> initial(pass.initial), d_final(pass.d_final), retrieved(pass.retrieved), kept(pass.kept);
+    const Heads<const Real> d_out(pass.d_out);
+    const Heads<Real> d_initial(pass.d_initial);
     const auto run = [&]<typename Chunk>(std::type_identity<Chunk>, const auto&... unit) {
       for_chunk_heads<Chunk>(pass.size, false, [&](int64_t h, int64_t, auto& chunk) {
         chunk.backward(unit..., pass.size.L, inputs.at(h, 0, 0), initial.matrix(h, 0), retrieved.tokens(h),
@@ -303,7 +303,7 @@ void chunk_backward(const Backward& pass) {
                        d_initial.matrix(h, 0));
       });
     };
-    run_chunks<A, fades, erases>(pass, run);
+    run_chunks<Real, fades, erases>(pass, run);
   });
 }
 

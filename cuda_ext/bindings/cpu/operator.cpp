@@ -65,7 +65,7 @@ struct Device {
   }
 
   static void run(const ForwardPass& x) {
-    Forward pass{x.size, x.last.element_size(), views(x.in, x.size), view(x.state), view(x.out), view(x.last),
+    Forward pass{x.size, x.final.element_size(), views(x.in, x.size), view(x.state), view(x.out), view(x.final),
                  view(x.retrieved), view(x.kept)};
     Rule rule = x.rule;
     Tensor one;
@@ -73,7 +73,7 @@ struct Device {
     if (half && of_chunks && is_large(x.size) && fades_of(rule) == Fades::kNothing) {
       // With decays of one, sum and delta have tiles, and steps that read bfloat16. Else copies are faster than chunks.
       rule = rule == Rule::sum ? Rule::gated : Rule::gated_delta;
-      one = at::ones({}, x.last.options()).expand(x.size.rates());
+      one = at::ones({}, x.final.options()).expand(x.size.rates());
       pass.in.head_decay = view(one);
     }
     const auto run = [&](const Forward& part) {

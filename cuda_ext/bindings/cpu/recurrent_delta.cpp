@@ -8,24 +8,24 @@ namespace fwp::cpu {
 namespace {
 
 struct Device {
-  template <typename A>
-  static void run(const RecurrentDeltaForward<A>& x, at::Device) {
+  template <typename Real>
+  static void run(const RecurrentDeltaForward<Real>& x, at::Device) {
     const int64_t d = x.d, kept = x.chunks() * d * d;
-    const auto run_head = [&](int64_t head, const uint8_t* marks, auto tokens, RecurrentDelta<A>& rule) {
+    const auto run_head = [&](int64_t head, const uint8_t* marks, auto tokens, RecurrentDelta<Real>& rule) {
       rule.forward(x.L, tokens(x.x, x.gates()), tokens(x.z, d), marks, x.memory + head * d * d, x.first_output + head * d,
                    tokens(x.out, d), tokens(x.saved, x.gates()), x.kept ? x.kept + head * kept : nullptr);
     };
-    for_token_heads<RecurrentDelta<A>>(x, d * d, x.weights, d * x.gates(), run_head);
+    for_token_heads<RecurrentDelta<Real>>(x, d * d, x.weights, d * x.gates(), run_head);
   }
-  template <typename A>
-  static void run(const RecurrentDeltaBackward<A>& x, at::Device) {
+  template <typename Real>
+  static void run(const RecurrentDeltaBackward<Real>& x, at::Device) {
     const int64_t d = x.d, kept = x.chunks() * d * d;
-    const auto run_head = [&](int64_t head, const uint8_t* marks, auto tokens, RecurrentDelta<A>& rule) {
+    const auto run_head = [&](int64_t head, const uint8_t* marks, auto tokens, RecurrentDelta<Real>& rule) {
       rule.backward(x.L, marks, x.memory + head * d * d, x.first_output + head * d, tokens(x.out, d), tokens(x.saved, x.gates()),
                     x.kept + head * kept, tokens(x.d_out, d), tokens(x.d_x, x.gates()), tokens(x.d_z, d),
                     x.d_memory + head * d * d, x.d_first_output + head * d);
     };
-    for_token_heads<RecurrentDelta<A>>(x, d * d, x.weights, d * x.gates(), run_head);
+    for_token_heads<RecurrentDelta<Real>>(x, d * d, x.weights, d * x.gates(), run_head);
   }
 };
 

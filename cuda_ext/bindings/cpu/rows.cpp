@@ -132,9 +132,9 @@ Tensor normalize_rows(const Tensor& x, const Optional& weight, const Optional& g
   const Tensor out = at::empty(x.sizes(), x.options());
   with_type(x, [&](auto type) {
     using T = decltype(type);
-    using A = Arithmetic<T>;
+    using Real = Arithmetic<T>;
     with_opening(opening, [&](auto kind) {
-      const RowNorm<T, kind> norm{rows.n, weight ? data<A>(*weight) : nullptr, A(factor), A(epsilon)};
+      const RowNorm<T, kind> norm{rows.n, weight ? data<Real>(*weight) : nullptr, Real(factor), Real(epsilon)};
       for_row_blocks(x, [&](int64_t, int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row)
           norm.forward(data<T>(x) + rows.at(row), gate ? data<T>(*gate) + row * rows.n : nullptr,
@@ -160,18 +160,18 @@ std::tuple<Tensor, Tensor, Tensor> normalize_rows_backward(const Tensor& x, cons
   Tensor d_weight = none;
   with_type(x, [&](auto type) {
     using T = decltype(type);
-    using A = Arithmetic<T>;
+    using Real = Arithmetic<T>;
     with_opening(opening, [&](auto kind) {
-      const RowNorm<T, kind> norm{n, weight ? data<A>(*weight) : nullptr, A(factor), A(epsilon)};
+      const RowNorm<T, kind> norm{n, weight ? data<Real>(*weight) : nullptr, Real(factor), Real(epsilon)};
       for_row_blocks(x, [&](int64_t block, int64_t begin, int64_t end) {
-        const auto memory = scratch<A>(n);
+        const auto memory = scratch<Real>(n);
         for (int64_t row = begin; row < end; ++row)
           norm.backward(data<T>(x) + rows.at(row), gate ? data<T>(*gate) + row * n : nullptr, data<T>(d_out) + row * n,
                         mutable_data<T>(d_x) + to.at(row), gate ? mutable_data<T>(d_gate) + row * n : nullptr,
-                        weight ? mutable_data<A>(parts) + block * n : nullptr, memory.get());
+                        weight ? mutable_data<Real>(parts) + block * n : nullptr, memory.get());
       });
     });
-    if (weight) d_weight = sum_rows<A>(parts);
+    if (weight) d_weight = sum_rows<Real>(parts);
   });
   return {d_x, d_weight, d_gate};
 }

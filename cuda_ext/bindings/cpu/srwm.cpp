@@ -34,13 +34,14 @@ std::tuple<Tensor, Tensor, Tensor> srwm(const Tensor& x, const Tensor& weights, 
   const SrwmSizes n = sizes_of(x, weights, marks);
   check("change", change, {n.B, n.H, n.d, n.columns}, x);
   const Tensor out = at::empty_like(x), last = change.clone(), saved = at::empty({keeps ? n.B : 0, n.H, n.saved}, x.options());
-  with_number(x.element_size(), [&]<typename A>(A) {
-    A *const outs = out.mutable_data_ptr<A>(), *const ends = last.mutable_data_ptr<A>(), *const to = saved.mutable_data_ptr<A>();
-    const auto run_head = [&](int64_t head, const uint8_t* marks, auto tokens, Srwm<A>& rule) {
-      rule.forward(n.L, tokens(x.const_data_ptr<A>(), n.d), marks, ends + head * n.matrix, tokens(outs, n.d),
+  with_number(x.element_size(), [&]<typename Real>(Real) {
+    Real *const outs = out.mutable_data_ptr<Real>(), *const ends = last.mutable_data_ptr<Real>();
+    Real* const to = saved.mutable_data_ptr<Real>();
+    const auto run_head = [&](int64_t head, const uint8_t* marks, auto tokens, Srwm<Real>& rule) {
+      rule.forward(n.L, tokens(x.const_data_ptr<Real>(), n.d), marks, ends + head * n.matrix, tokens(outs, n.d),
                    keeps ? to + head * n.saved : nullptr);
     };
-    for_token_heads<Srwm<A>>(n, n.matrix, weights.const_data_ptr<A>(), n.matrix, run_head);
+    for_token_heads<Srwm<Real>>(n, n.matrix, weights.const_data_ptr<Real>(), n.matrix, run_head);
   });
   return {out, last, saved};
 }
@@ -55,15 +56,15 @@ std::tuple<Tensor, Tensor, Tensor> srwm_backward(const Tensor& x, const Tensor& 
   check("d_out", d_out, x.sizes(), x);
   check("d_last", d_last, last.sizes(), x);
   const Tensor d_x = at::empty_like(x), d_weights = at::zeros_like(weights), d_change = d_last.clone(), each = d_last.clone();
-  with_number(x.element_size(), [&]<typename A>(A) {
-    A *const d_tokens = d_x.mutable_data_ptr<A>(), *const changes = d_change.mutable_data_ptr<A>();
-    A *const parts = each.mutable_data_ptr<A>(), *const sum = d_weights.mutable_data_ptr<A>();
-    const auto run_head = [&](int64_t head, const uint8_t* marks, auto tokens, Srwm<A>& rule) {
-      rule.backward(n.L, tokens(x.const_data_ptr<A>(), n.d), marks, last.const_data_ptr<A>() + head * n.matrix,
-                    saved.const_data_ptr<A>() + head * n.saved, tokens(d_out.const_data_ptr<A>(), n.d), tokens(d_tokens, n.d),
-                    parts + head * n.matrix, changes + head * n.matrix);
+  with_number(x.element_size(), [&]<typename Real>(Real) {
+    Real *const d_tokens = d_x.mutable_data_ptr<Real>(), *const changes = d_change.mutable_data_ptr<Real>();
+    Real *const parts = each.mutable_data_ptr<Real>(), *const sum = d_weights.mutable_data_ptr<Real>();
+    const auto run_head = [&](int64_t head, const uint8_t* marks, auto tokens, Srwm<Real>& rule) {
+      rule.backward(n.L, tokens(x.const_data_ptr<Real>(), n.d), marks, last.const_data_ptr<Real>() + head * n.matrix,
+                    saved.const_data_ptr<Real>() + head * n.saved, tokens(d_out.const_data_ptr<Real>(), n.d),
+                    tokens(d_tokens, n.d), parts + head * n.matrix, changes + head * n.matrix);
     };
-    for_token_heads<Srwm<A>>(n, n.matrix, weights.const_data_ptr<A>(), n.matrix, run_head);
+    for_token_heads<Srwm<Real>>(n, n.matrix, weights.const_data_ptr<Real>(), n.matrix, run_head);
     for (int64_t b = 0; b < n.B; ++b)  // in one order, whatever the number of threads
       for (int64_t i = 0; i < n.H * n.matrix; ++i) sum[i] += parts[b * n.H * n.matrix + i];
   });

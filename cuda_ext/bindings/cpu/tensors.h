@@ -15,26 +15,26 @@ namespace fwp::cpu {
 
 // The heads of a tensor in memory; null if it is undefined. Only stored() gives those of a tensor in bfloat16. The strides
 // are read once, not for every head: over a single token, reading them took a fifth of the time of the arithmetic.
-template <typename A>
+template <typename Real>
 class Heads {
  public:
-  explicit Heads(const View& x) : data_(reinterpret_cast<A*>(x.data)), item_(x.item) {
+  explicit Heads(const View& x) : data_(reinterpret_cast<Real*>(x.data)), item_(x.item) {
     if (!x.defined()) return;
     heads_ = x.sizes[1], sharing_ = x.sharing;
     batch_stride_ = x.strides[0], head_stride_ = x.strides[1], stride_ = x.strides[2];
     if (x.dims > 3) column_stride_ = x.strides[3];
   }
-  Tokens<A> tokens(int64_t head) const {
+  Tokens<Real> tokens(int64_t head) const {
     return {address(data_, offset_of(head)), stride_};
   }
-  Stored<std::remove_const_t<A>> stored(int64_t head) const {
+  Stored<std::remove_const_t<Real>> stored(int64_t head) const {
     return {data_ ? (char*)data_ + offset_of(head) * item_ : nullptr, stride_ * item_, item_ == sizeof(BFloat16)};
   }
-  Rates<A> rates(int64_t head) const { return {tokens(head).data, stride_}; }
+  Rates<Real> rates(int64_t head) const { return {tokens(head).data, stride_}; }
   // The columns of a state, or of its transpose, from `column` on.
-  Matrix<A> matrix(int64_t head, int64_t column, bool transposed = false) const {
+  Matrix<Real> matrix(int64_t head, int64_t column, bool transposed = false) const {
     if (!data_) return {nullptr, 0, 0};
-    A* data = tokens(head).data;
+    Real* data = tokens(head).data;
     if (transposed) return {data + column * stride_, column_stride_, stride_};
     return {data + column * column_stride_, stride_, column_stride_};
   }
@@ -46,7 +46,7 @@ class Heads {
     return head / heads_ * batch_stride_ + own * head_stride_;
   }
 
-  A* data_ = nullptr;
+  Real* data_ = nullptr;
   int64_t item_ = 0, heads_ = 1, sharing_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
 };
 
@@ -54,11 +54,11 @@ class Heads {
 inline int64_t threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
 // Aligned memory for `count` numbers.
-template <typename A>
+template <typename Real>
 auto scratch(int64_t count) {
-  const auto release = [](A* p) { ::operator delete(p, std::align_val_t{kVectorBytes}); };
-  void* p = ::operator new(count * sizeof(A), std::align_val_t{kVectorBytes});
-  return std::unique_ptr<A, decltype(release)>(static_cast<A*>(p), release);
+  const auto release = [](Real* p) { ::operator delete(p, std::align_val_t{kVectorBytes}); };
+  void* p = ::operator new(count * sizeof(Real), std::align_val_t{kVectorBytes});
+  return std::unique_ptr<Real, decltype(release)>(static_cast<Real*>(p), release);
 }
 
 // Half of a 32 KiB first-level cache; the other half is for the tokens.
@@ -67,10 +67,10 @@ constexpr int64_t kBlockBytes = 1 << 14;
 inline int64_t blocks_of(int64_t columns, int64_t width) { return (columns + width - 1) / width; }
 
 // Vectors in a row of a block: `widest`, or fewer if the block must be smaller to stay in the cache.
-template <typename A>
+template <typename Real>
 int64_t block_vectors(int64_t rows, int64_t columns, int64_t widest) {
   int64_t vectors = widest;
-  while (vectors > 1 && (columns <= vectors / 2 * kLanes<A> || rows * vectors * kVectorBytes > kBlockBytes)) vectors /= 2;
+  while (vectors > 1 && (columns <= vectors / 2 * kLanes<Real> || rows * vectors * kVectorBytes > kBlockBytes)) vectors /= 2;
   return vectors;
 }
 
@@ -85,16 +85,16 @@ void with_vectors(int64_t vectors, F f) {
 
 // Call f(head, first column, number of columns, vectors per row, scratch) for blocks that cover `columns` of every
 // head. The scratch holds a block and kPassTokens columns of it. Blocks are narrower if that gives every thread one.
-template <typename A, int widest, typename F>
+template <typename Real, int widest, typename F>
 void for_blocks(const Lengths& size, int64_t rows, int64_t columns, F f) {
   const int64_t heads = size.B * size.H;
-  int64_t vectors = block_vectors<A>(rows, columns, widest);
-  while (vectors > 1 && heads * blocks_of(columns, vectors * kLanes<A>) < threads()) vectors /= 2;
-  const int64_t width = vectors * kLanes<A>, blocks = blocks_of(columns, width);
+  int64_t vectors = block_vectors<Real>(rows, columns, widest);
+  while (vectors > 1 && heads * blocks_of(columns, vectors * kLanes<Real>) < threads()) vectors /= 2;
+  const int64_t width = vectors * kLanes<Real>, blocks = blocks_of(columns, width);
   // Starting a thread takes some microseconds: as long as 2^18 updates of a state element, a few of them in a vector.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
   at::parallel_for(0, heads * blocks, grain, [&](int64_t begin, int64_t end) {
-    const auto work = scratch<A>(rows * (width + kPassTokens));
+    const auto work = scratch<Real>(rows * (width + kPassTokens));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / blocks, column = item % blocks * width, n = std::min(width, columns - column);
       with_vectors<widest>(vectors, [&](auto vectors) { f(head, column, n, vectors, work.get()); });
@@ -104,12 +104,12 @@ void for_blocks(const Lengths& size, int64_t rows, int64_t columns, F f) {
 
 // For a group of tokens, the registers hold two vectors per row. For a single token they hold four. Reading the state
 // is then the whole cost, and longer pieces are faster.
-template <typename A, typename F>
+template <typename Real, typename F>
 void for_blocks(const Lengths& size, int64_t rows, int64_t columns, F f) {
   if (size.L == 1)
-    for_blocks<A, 4>(size, rows, columns, f);
+    for_blocks<Real, 4>(size, rows, columns, f);
   else
-    for_blocks<A, 2>(size, rows, columns, f);
+    for_blocks<Real, 2>(size, rows, columns, f);
 }
 
 // Call f(index) for the tokens of all heads, on threads. Each costs `work` operations.
@@ -143,16 +143,16 @@ struct SharedHeads {
     ++all.dims;
     return all;
   }
-  template <typename A>
+  template <typename Real>
   void add_parts(const View& sum, const View& in_parts) const {
     if (!sum.defined() || parts == 1) return;
-    const Heads<A> to(sum);
+    const Heads<Real> to(sum);
     const int64_t length = in_parts.sizes[3], columns = in_parts.sizes[4], count = heads * length * columns;
-    const A* from = reinterpret_cast<const A*>(in_parts.data);
+    const Real* from = reinterpret_cast<const Real*>(in_parts.data);
     for_tokens(heads * length, parts * columns, [&](int64_t token) {
-      A* row = to.tokens(token / length)[token % length];
+      Real* row = to.tokens(token / length)[token % length];
       for (int64_t i = 0; i < columns; ++i) {
-        A total = 0;
+        Real total = 0;
         for (int64_t part = 0; part < parts; ++part) total += from[part * count + token * columns + i];
         row[i] = total;
       }
@@ -161,15 +161,15 @@ struct SharedHeads {
 
   // Call f(head, part, block, whether the part has seen a block before, scratch) for all blocks, on threads. The blocks
   // of a part run in order. A head costs `work` updates of an element; as in for_blocks, a thread costs 2^18.
-  template <typename A, typename F>
+  template <typename Real, typename F>
   void for_blocks(int64_t work, int64_t scratch_size, F f) const {
     const int64_t grain = std::max<int64_t>(1, (1 << 18) * parts / std::max<int64_t>(1, work));
     at::parallel_for(0, heads * parts, grain, [&](int64_t begin, int64_t end) {
-      const auto memory = scratch<A>(scratch_size);
+      const auto memory = scratch<Real>(scratch_size);
       for (int64_t item = begin; item < end; ++item) {
-        const int64_t head = item / parts, part = item % parts, first = part * blocks / parts;
-        for (int64_t block = first; block < (part + 1) * blocks / parts; ++block)
-          f(head, part, block, block > first, memory.get());
+        const int64_t head = item / parts, part = item % parts, start = part * blocks / parts;
+        for (int64_t block = start; block < (part + 1) * blocks / parts; ++block)
+          f(head, part, block, block > start, memory.get());
       }
     });
   }
@@ -182,11 +182,10 @@ void for_short_heads(const Lengths& size, F f) {
   const int64_t work = size.L * (size.L * (size.Dk + size.Dv) + size.Dk * size.Dv);
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, work));
   at::parallel_for(0, size.B * size.H, grain, [&](int64_t begin, int64_t end) {
-    using A = typename Rule::Number;
-    using Line = Group<A, 1>;  // for its alignment
-    const std::unique_ptr<Line[]> scratch(new Line[Rule::scratch_size(size.L, size.Dk, size.Dv) / kLanes<A>]);
+    using Real = typename Rule::Number;
+    const auto memory = scratch<Real>(Rule::scratch_size(size.L, size.Dk, size.Dv));
     for (int64_t head = begin; head < end; ++head) {
-      Rule rule(size.L, size.Dk, size.Dv, reinterpret_cast<A*>(scratch.get()));
+      Rule rule(size.L, size.Dk, size.Dv, memory.get());
       f(head, rule);
     }
   });
@@ -195,11 +194,11 @@ void for_short_heads(const Lengths& size, F f) {
 // Call f(head, marks, tokens, rule) for every head of a rule that runs token by token, on threads. `updates`: of numbers of the
 // state, for a token. weights, or null: of_head of them for each head. tokens(data, n) are those of the head in an array
 // (B, L, H, n); there are none if it is null.
-template <typename Rule, typename A, typename F>
-void for_token_heads(const TokenSizes& size, int64_t updates, const A* weights, int64_t of_head, F f) {
+template <typename Rule, typename Real, typename F>
+void for_token_heads(const TokenSizes& size, int64_t updates, const Real* weights, int64_t of_head, F f) {
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * updates * 8));
   at::parallel_for(0, size.B * size.H, grain, [&](int64_t begin, int64_t end) {
-    const auto memory = scratch<A>(Rule::scratch_size(size.d));
+    const auto memory = scratch<Real>(Rule::scratch_size(size.d));
     for (int64_t head = begin; head < end; ++head) {
       const int64_t b = head / size.H, h = head % size.H;
       Rule rule(size.d, weights ? weights + h * of_head : nullptr, memory.get());
@@ -212,9 +211,9 @@ void for_token_heads(const TokenSizes& size, int64_t updates, const A* weights, 
 }
 
 // Whether the state is kept in registers.
-template <typename A>
+template <typename Real>
 bool is_square(const Lengths& size) {
-  return size.Dk == kLanes<A> && size.Dv == kLanes<A>;
+  return size.Dk == kLanes<Real> && size.Dv == kLanes<Real>;
 }
 
 // Call f with a zero of the type of the computation, whose numbers have `item` bytes.

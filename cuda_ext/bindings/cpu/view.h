@@ -20,9 +20,9 @@ struct View {
   std::shared_ptr<void> owner = {};  // of memory that a kernel has asked for
 
   bool defined() const { return item > 0; }
-  View narrow(int dim, int64_t first, int64_t length) const {
+  View narrow(int dim, int64_t begin, int64_t length) const {
     View part = *this;
-    part.data = address(data, first * strides[dim] * item);
+    part.data = address(data, begin * strides[dim] * item);
     part.sizes[dim] = length;
     return part;
   }

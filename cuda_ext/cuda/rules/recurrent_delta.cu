@@ -11,18 +11,18 @@ __global__ void __launch_bounds__(Pass::Block::kThreads) recurrent_delta_kernel(
 
 namespace detail {
 
-template <typename A, template <typename, int> class Pass, int kSize, typename Given>
+template <typename Real, template <typename, int> class Pass, int kSize, typename Given>
 const char* launch_recurrent_delta(const Given& given, void* stream) {
   if constexpr (kSize < kGreatestRecurrentDelta)
-    if (given.d > kSize) return launch_recurrent_delta<A, Pass, 2 * kSize>(given, stream);
+    if (given.d > kSize) return launch_recurrent_delta<Real, Pass, 2 * kSize>(given, stream);
   if (given.d > kSize)
     return say("the CUDA kernel of recurrent_delta takes heads of up to %d numbers, got %lld", kSize, (long long)given.d);
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  using Kernel = Pass<A, kSize>;
+  using Kernel = Pass<Real, kSize>;
   const size_t numbers = size_t(kRecurrentAhead * Kernel::kParts + Kernel::kVectors) * kSize;
   return launch_blocks(recurrent_delta_kernel<Kernel>, gpu, given.B * given.H, Kernel::Block::kThreads,
-                       numbers * sizeof(A), stream, Kernel{given});
+                       numbers * sizeof(Real), stream, Kernel{given});
 }
 
 }  // namespace detail

@@ -107,9 +107,9 @@ const char* emulator_map(const Pretended* how, const fwp::cuda::Projection* give
 const char* emulator_recurrent_delta(const Pretended* how, bool is_double, bool is_backward, const void* pass) {
   gpu = *how;
   const auto run = [&](auto number) {
-    using A = decltype(number);
-    return is_backward ? fwp::cuda::recurrent_delta(*static_cast<const fwp::RecurrentDeltaBackward<A>*>(pass), nullptr)
-                       : fwp::cuda::recurrent_delta(*static_cast<const fwp::RecurrentDeltaForward<A>*>(pass), nullptr);
+    using Real = decltype(number);
+    return is_backward ? fwp::cuda::recurrent_delta(*static_cast<const fwp::RecurrentDeltaBackward<Real>*>(pass), nullptr)
+                       : fwp::cuda::recurrent_delta(*static_cast<const fwp::RecurrentDeltaForward<Real>*>(pass), nullptr);
   };
   return is_double ? run(double()) : run(float());
 }

@@ -124,25 +124,25 @@ Numbers loop(const Kind& kind, const Lengths& n, const Named& x) {
   return out;
 }
 
-template <typename A>
+template <typename Real>
 View view_of(const Numbers& x, const std::array<int64_t, 5>& sizes, int dims) {
-  const View to = empty(sizes, dims, sizeof(A));
-  std::copy(x.begin(), x.end(), reinterpret_cast<A*>(to.data));
+  const View to = empty(sizes, dims, sizeof(Real));
+  std::copy(x.begin(), x.end(), reinterpret_cast<Real*>(to.data));
   return to;
 }
 
-template <typename A>
+template <typename Real>
 Numbers numbers_of(const View& x) {
   int64_t count = 1;
   for (int d = 0; d < x.dims; ++d) count *= x.sizes[d];
-  const A* data = reinterpret_cast<const A*>(x.data);
+  const Real* data = reinterpret_cast<const Real*>(x.data);
   return {data, data + count};
 }
 
 // "results": outputs, then states. The rest are the gradients of their product with `weights`.
-template <typename A>
+template <typename Real>
 Named kernel(const Kind& kind, const Lengths& n, const Named& x, const Numbers& weights) {
-  const int64_t item = sizeof(A);
+  const int64_t item = sizeof(Real);
   const auto outputs = weights.begin() + n.B * n.H * n.L * n.Dv;
   Forward pass{n, item, {}, {}, empty(n.values(), item), empty(n.state(), item), {}, {}};
   TokenViews to;
@@ -151,25 +151,25 @@ Named kernel(const Kind& kind, const Lengths& n, const Named& x, const Numbers& 
     if (found == x.end()) continue;
     const bool rates = !field.of_keys && !field.of_values;
     const std::array<int64_t, 5> sizes = {n.B, n.H, n.L, width_of(field, n), 1};
-    pass.in.*field.member = view_of<A>(found->second, sizes, rates ? 3 : 4);
+    pass.in.*field.member = view_of<Real>(found->second, sizes, rates ? 3 : 4);
     to.*field.member = empty(sizes, rates ? 3 : 4, item);
   }
   const std::array<int64_t, 5> state = {n.B, n.H, n.Dk, n.Dv, 1};
-  if (x.count("state")) pass.initial = view_of<A>(x.at("state"), state, 4);
+  if (x.count("state")) pass.initial = view_of<Real>(x.at("state"), state, 4);
   if (kind.erases || kind.removes) pass.retrieved = empty(n.values(), item);
   if (kind.forgets) pass.kept = empty({n.B, n.H, n.L / fwp::kKeptEvery, n.Dk, n.Dv}, 5, item);
   fwp::with_rule(kind.rule, [&](auto rule) { forward<rule()>(pass); });
-  Named found = {{"results", numbers_of<A>(pass.out)}};
-  const Numbers states = numbers_of<A>(pass.final);
+  Named found = {{"results", numbers_of<Real>(pass.out)}};
+  const Numbers states = numbers_of<Real>(pass.final);
   found["results"].insert(found["results"].end(), states.begin(), states.end());
   const Backward back{n, item, pass.in, pass.initial, pass.retrieved, pass.kept,
-                      view_of<A>({weights.begin(), outputs}, {n.B, n.H, n.L, n.Dv, 1}, 4),
-                      view_of<A>({outputs, weights.end()}, state, 4), to,
+                      view_of<Real>({weights.begin(), outputs}, {n.B, n.H, n.L, n.Dv, 1}, 4),
+                      view_of<Real>({outputs, weights.end()}, state, 4), to,
                       pass.initial.defined() ? empty(n.state(), item) : View()};
   fwp::with_rule(kind.rule, [&](auto rule) { backward<rule()>(back); });
   for (const Field& field : kFields)
-    if (x.count(field.name)) found[field.name] = numbers_of<A>(to.*field.member);
-  if (pass.initial.defined()) found["state"] = numbers_of<A>(back.d_initial);
+    if (x.count(field.name)) found[field.name] = numbers_of<Real>(to.*field.member);
+  if (pass.initial.defined()) found["state"] = numbers_of<Real>(back.d_initial);
   return found;
 }
 
