@@ -318,15 +318,18 @@ class ForgetTiles {
     for (float* x : {with_query_, with_key_}) std::memset(x, 0, kBlock * sizeof(float));
     if (count < kTokens || keys_ % kProductSide)
       for (float* x : {from_read_, from_found_, from_write_}) std::memset(x, 0, steps_ * kBlock * sizeof(float));
-    for (int64_t h = 0; h < halves; ++h) half[h].begin(count - h * kChunkTokens), half[h].prepare(in_, start_ + h * kChunkTokens);
-    const float* const total[] = {half[0].total_[0], halves == 2 ? half[1].total_[0] : nullptr};
+    for (int64_t h = 0; h < halves; ++h) {
+      half[h].chunk.begin(count - h * kChunkTokens);
+      half[h].chunk.prepare(in_, start_ + h * kChunkTokens);
+    }
+    const float* const total[] = {half[0].chunk.total[0], halves == 2 ? half[1].chunk.total[0] : nullptr};
     for (int64_t i = 0; i < steps_ * kProductSide; ++i)
       total_[0][i] = i < keys_ ? total[0][i] * (total[1] ? total[1][i] : 1) : 1;
     for (int64_t h = 0; h < halves; ++h) {
-      const auto& writer = half[h].writer_[0];
+      const auto& writer = half[h].chunk.writer[0];
       const int64_t first = h * kChunkTokens;
       const auto put = [&](Tokens<float> x, const float* factor, float* blocks) {
-        for (int64_t t = 0; t < half[h].count_; ++t)
+        for (int64_t t = 0; t < half[h].chunk.count; ++t)
           for (int64_t i = 0; i < keys_; i += kLanes<float>) {
             const Vector<float> own = fwp::load(x[t] + i);
             fwp::store(blocks + in_blocks(first + t, i), factor ? own * fwp::load(factor + i) : own);
@@ -334,13 +337,13 @@ class ForgetTiles {
       };
       const auto put_scores = [&](Tokens<float> seen, Tokens<float> scores, int64_t own, float* block) {
         const Tokens<float> to{block + first * kTokens, kTokens};
-        if (h) multiply_rows(constant(seen), half[0].writer_[0].key_at_end, half[1].rows_, kChunkTokens, keys_, to);
-        for (int64_t t = 0; t < half[h].count_; ++t) std::memcpy(to[t] + first, scores[t], (t + own) * sizeof(float));
+        if (h) multiply_rows(constant(seen), half[0].chunk.writer[0].key_at_end, half[1].chunk.rows, kChunkTokens, keys_, to);
+        for (int64_t t = 0; t < half[h].chunk.count; ++t) std::memcpy(to[t] + first, scores[t], (t + own) * sizeof(float));
       };
-      put_scores(half[h].seen_query_, writer.with_query, 1, with_query_);
-      if constexpr (kErases) put_scores(half[h].seen_reader_, writer.with_reader, 0, with_key_);
-      put(half[h].seen_query_, h ? total[0] : nullptr, from_read_);
-      if constexpr (kErases) put(half[h].seen_reader_, h ? total[0] : nullptr, from_found_);
+      put_scores(half[h].chunk.seen_query, writer.with_query, 1, with_query_);
+      if constexpr (kErases) put_scores(half[h].chunk.seen_reader, writer.with_reader, 0, with_key_);
+      put(half[h].chunk.seen_query, h ? total[0] : nullptr, from_read_);
+      if constexpr (kErases) put(half[h].chunk.seen_reader, h ? total[0] : nullptr, from_found_);
       put(writer.key_at_end, h ? nullptr : total[1], from_write_);
     }
     Vector<float> bad = {};
@@ -748,42 +751,42 @@ class ForgetTiles {
     for (int64_t h = 0; h < halves; ++h)
       for (int64_t i = 0; i < keys_; i += kLanes<float>) {
         const Vector<float> d_total = fwp::load(d_total_[0] + i);
-        fwp::store(half[h].d_total_[0] + i, halves == 2 ? d_total * fwp::load(half[1 - h].total_[0] + i) : d_total);
+        fwp::store(half[h].d_total[0] + i, halves == 2 ? d_total * fwp::load(half[1 - h].chunk.total[0] + i) : d_total);
       }
     for (int64_t h = 0; h < halves; ++h) {
-      auto& d_writer = half[h].d_writer_[0];
+      auto& d_writer = half[h].d_writer[0];
       const int64_t first = h * kChunkTokens, corner = first * (kTokens + 1);
       d_writer.with_query = {d_with_query_ + corner, kTokens}, d_writer.with_reader = {d_with_key_ + corner, kTokens};
       const auto take_from = [&](const float* blocks, Tokens<float> own, bool fades_in_other, Tokens<float> d_own) {
-        for (int64_t t = 0; t < half[h].rows_; ++t)
+        for (int64_t t = 0; t < half[h].chunk.rows; ++t)
           for (int64_t i = 0; i < keys_; i += kLanes<float>) {
             Vector<float> gradient = fwp::load(blocks + in_blocks(first + t, i));
             if (fades_in_other) {
-              float* const d_total = half[1 - h].d_total_[0] + i;
+              float* const d_total = half[1 - h].d_total[0] + i;
               fwp::store(d_total, fwp::load(d_total) + gradient * fwp::load(own[t] + i));
-              gradient *= fwp::load(half[1 - h].total_[0] + i);
+              gradient *= fwp::load(half[1 - h].chunk.total[0] + i);
             }
             fwp::store(d_own[t] + i, gradient);
           }
       };
-      take_from(from_read_, half[h].seen_query_, h > 0, half[h].d_seen_query_);
-      if constexpr (kErases) take_from(from_found_, half[h].seen_reader_, h > 0, half[h].d_seen_reader_);
-      take_from(from_write_, half[h].writer_[0].key_at_end, h + 1 < halves, d_writer.key_at_end);
+      take_from(from_read_, half[h].chunk.seen_query, h > 0, half[h].d_seen_query);
+      if constexpr (kErases) take_from(from_found_, half[h].chunk.seen_reader, h > 0, half[h].d_seen_reader);
+      take_from(from_write_, half[h].chunk.writer[0].key_at_end, h + 1 < halves, d_writer.key_at_end);
     }
     if (halves == 2) {
-      const Tokens<float> key_at_end = half[0].writer_[0].key_at_end, d_key_at_end = half[0].d_writer_[0].key_at_end;
+      const Tokens<float> key_at_end = half[0].chunk.writer[0].key_at_end, d_key_at_end = half[0].d_writer[0].key_at_end;
       const auto differentiate_seen = [&](const float* d_scores, Tokens<float> seen, Tokens<float> d_seen) {
         const float* const between = d_scores + kChunkTokens * kTokens;
-        add_rows(between, 1, kTokens, constant(key_at_end), kChunkTokens, d_seen, half[1].rows_);
-        add_rows(between, kTokens, 1, constant(seen), half[1].rows_, d_key_at_end, kChunkTokens);
+        add_rows(between, 1, kTokens, constant(key_at_end), kChunkTokens, d_seen, half[1].chunk.rows);
+        add_rows(between, kTokens, 1, constant(seen), half[1].chunk.rows, d_key_at_end, kChunkTokens);
       };
-      differentiate_seen(d_with_query_, half[1].seen_query_, half[1].d_seen_query_);
-      if constexpr (kErases) differentiate_seen(d_with_key_, half[1].seen_reader_, half[1].d_seen_reader_);
+      differentiate_seen(d_with_query_, half[1].chunk.seen_query, half[1].d_seen_query);
+      if constexpr (kErases) differentiate_seen(d_with_key_, half[1].chunk.seen_reader, half[1].d_seen_reader);
     }
     for (int64_t h = 0; h < halves; ++h) {
       half[h].differentiate_keys(h * kChunkTokens, to);
-      for (int64_t t = 0; t < half[h].count_; ++t)
-        for (const float* x : {half[h].d_query_[t], half[h].d_writer_[0].key[t], half[h].d_fade_[t]})
+      for (int64_t t = 0; t < half[h].chunk.count; ++t)
+        for (const float* x : {half[h].d_query[t], half[h].d_writer[0].key[t], half[h].d_fade[t]})
           bad += 0 * BackwardChunk::sum_of(x, keys_);
     }
   }
