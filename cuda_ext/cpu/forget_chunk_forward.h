@@ -72,88 +72,125 @@ class ForgetChunkForward {
   // A decoding step: the operations of a chunk of one token, in their order, without copies of the state.
   void forward_token(const In& in, Matrix<const Real> initial, const Stored<Real>& out, const Stored<Real>& retrieved,
                      Matrix<Real> final) {
-    const Real *query = token(in.q, chunk_.keys, chunk_.padded_query), *given = token(in.v, chunk_.values, chunk_.padded_value);
-    const Real *reader = chunk_.padded_reader[0], *fade = chunk_.padded_fade[0];
-    const Real* key[kWriters] = {token(in.k, chunk_.keys, chunk_.writer[0].padded_key)};
-    if constexpr (kValuesFade) token(in.value_decay, chunk_.values, chunk_.padded_value_fade);
+    const int64_t values = chunk_.values;
+    OneToken token = read_token(in);
+    token.initial = initial, token.final = final, token.retrieved = retrieved.data ? retrieved.numbers(0) : nullptr;
+    int64_t j = 0;
+    for (; j + 4 * kLanes<Real> <= values; j += 4 * kLanes<Real>) TokenStep<4>{token, j, 4 * kLanes<Real>}.run();
+    for (; j < values; j += kLanes<Real>) TokenStep<1>{token, j, values - j}.run();
+    out.write_from(token.out, 0, values);
+  }
+
+  struct OneToken {
+    int64_t keys;
+    Matrix<const Real> initial;
+    Matrix<Real> final;
+    const Real *key[kWriters], *query, *reader, *fade, *value, *value_fade;  // query and reader as they see the state
+    Real with_query[kWriters], head_decay, rate;
+    Real *retrieved, *out;
+    Real* copied;  // the state, contiguous, unlike its rows, which may all lie in a few sets of the cache
+  };
+
+  OneToken read_token(const In& in) const {
+    const auto read = [](const Stored<Real>& x, int64_t columns, Tokens<Real> to) -> const Real* {
+      return x.read_to(to[0], 0, columns), to[0];
+    };
+    const int64_t keys = chunk_.keys, values = chunk_.values;
+    OneToken token{.keys = keys};
+    token.query = read(in.q, keys, chunk_.padded_query), token.value = read(in.v, values, chunk_.padded_value);
+    token.reader = chunk_.padded_reader[0], token.fade = chunk_.padded_fade[0];
+    token.key[0] = read(in.k, keys, chunk_.writer[0].padded_key), token.rate = in.rate_at(0);
+    token.out = chunk_.read[0], token.copied = chunk_.state.data;
+    if constexpr (kByHead) token.head_decay = in.head_decay[0];
+    if constexpr (kValuesFade) token.value_fade = read(in.value_decay, values, chunk_.padded_value_fade);
     if (in.key_decay.data)
-      token(in.key_decay, chunk_.keys, chunk_.padded_fade);
+      read(in.key_decay, keys, chunk_.padded_fade);
     else
-      fill(chunk_.padded_fade[0], chunk_.keys, in.head_decay[0]);
+      fill(chunk_.padded_fade[0], keys, in.head_decay[0]);
     if constexpr (kRemoves) {
-      key[1] = token(in.removal, chunk_.keys, chunk_.writer[1].padded_key);
-      token(in.removal_key, chunk_.keys, chunk_.padded_reader);
+      token.key[1] = read(in.removal, keys, chunk_.writer[1].padded_key);
+      read(in.removal_key, keys, chunk_.padded_reader);
     }
     Vector<Real> with_query[kWriters] = {};
-    for (int64_t i = 0; i < chunk_.keys; i += kLanes<Real>) {
-      const Vector<Real> own = load(query + i), x = kByHead ? Real(1) - Vector<Real>{} : load(fade + i);
-      for (int n = 0; n < kWriters; ++n) with_query[n] += own * load(key[n] + i);
+    for (int64_t i = 0; i < keys; i += kLanes<Real>) {
+      const Vector<Real> own = load(token.query + i), x = kByHead ? Real(1) - Vector<Real>{} : load(token.fade + i);
+      for (int n = 0; n < kWriters; ++n) with_query[n] += own * load(token.key[n] + i);
       store(chunk_.seen_query[0] + i, own * x);
-      if constexpr (erases == Erases::kKey) store(chunk_.padded_reader[0] + i, load(key[0] + i) * x);
+      if constexpr (erases == Erases::kKey) store(chunk_.padded_reader[0] + i, load(token.key[0] + i) * x);
     }
-    const auto run_columns = [&](int64_t j, auto vectors, int64_t n) __attribute__((always_inline)) {
-      constexpr int NV = decltype(vectors)::value;
-      const auto row = [&](int64_t i) __attribute__((always_inline)) {
-        Group<Real, NV> w;
-        w.load_from(initial.data + i * initial.row_stride + j, n);
-        w.round();  // where the product with it is fused with a sum does not depend on n
-        return w;
-      };
-      Group<Real, NV> value[kWriters], of_value;
-      const auto write = [&](int64_t i, Group<Real, NV> before) __attribute__((always_inline)) {
-        if constexpr (kValuesFade) multiply(before, of_value), before.round();
-        Group<Real, NV> after;
-        after.clear();
-        for (int m = 0; m < kWriters; ++m) after.add(key[m][i], value[m]), after.round();
-        after.add(fade[i], before);
-        after.store_to(final.data + i * final.row_stride + j, n);
-      };
-      value[0].load_from(given + j, n);
-      if constexpr (kValuesFade) of_value.load_from(chunk_.padded_value_fade[0] + j, n);
-      if constexpr (!kRetrieves && !kValuesFade) value[0].scale(in.rate_at(0));
-      RowSums<Real, NV, 1> read(chunk_.keys), found(chunk_.keys);
-      Real* copied = chunk_.state.data;  // contiguous, unlike the rows of a state, which may all lie in a few sets of the cache
-      for (int64_t i = 0; i < chunk_.keys; ++i) {
+    for (int n = 0; n < kWriters; ++n) token.with_query[n] = sum_lanes<Real>(with_query[n]);
+    token.query = chunk_.seen_query[0];
+    return token;
+  }
+
+  // The step in n columns of the state, from j on.
+  template <int NV>
+  struct TokenStep {
+    static constexpr int64_t kWidth = NV * kLanes<Real>;
+    const OneToken token;  // a copy: the compiler must assume that a store can change what another function has seen
+    const int64_t j, n;
+    Group<Real, NV> value[kWriters], of_value;
+    RowSums<Real, NV, 1> read{token.keys}, found{token.keys};
+
+    FWP_INLINE void run() {
+      value[0].load_from(token.value + j, n);
+      if constexpr (kValuesFade) of_value.load_from(token.value_fade + j, n);
+      if constexpr (!kRetrieves && !kValuesFade) value[0].scale(token.rate);
+      read_rows();
+      if constexpr (kByHead)
+        for (Group<Real, NV>* x : {&read.total[0], &found.total[0]}) x->scale(token.head_decay), x->round();
+      if constexpr (kValuesFade) multiply(read.total[0], of_value), read.total[0].round();
+      if constexpr (kRetrieves) solve(), write_rows();
+      for (int m = 0; m < kWriters; ++m) read.total[0].add(token.with_query[m], value[m]);
+      read.total[0].store_to(token.out + j, n);
+    }
+
+    // Rows of a rule that retrieves are written after all have been read.
+    FWP_INLINE void read_rows() {
+      const Real* const data = token.initial.data;
+      const int64_t stride = token.initial.row_stride;
+      for (int64_t i = 0; i < token.keys; ++i) {
         if (i && i % kSumRows == 0) read.settle(), found.settle();
         FWP_UNROLL for (int m = 0; m < NV; m += kLineBytes / kVectorBytes)
-          __builtin_prefetch(address(initial.data, (i + kRowsAhead) * initial.row_stride + j + m * kLanes<Real>));
-        const Group<Real, NV> w = row(i);
-        read.total[0].add(chunk_.seen_query[0][i], w);
+          __builtin_prefetch(address(data, (i + kRowsAhead) * stride + j + m * kLanes<Real>));
+        Group<Real, NV> w;
+        w.load_from(data + i * stride + j, n);
+        w.round();  // where the product with it is fused with a sum does not depend on n
+        read.total[0].add(token.query[i], w);
         if constexpr (kRetrieves) {
-          found.total[0].add(reader[i], w);
-          w.store_to(copied + i * NV * kLanes<Real>, NV * kLanes<Real>);
-        } else if (final.data) {
+          found.total[0].add(token.reader[i], w);
+          w.store_to(token.copied + i * kWidth, kWidth);
+        } else if (token.final.data) {
           write(i, w);
         }
       }
       read.finish(), found.finish();
-      if constexpr (kByHead)
-        for (Group<Real, NV>* x : {&read.total[0], &found.total[0]}) x->scale(in.head_decay[0]), x->round();
-      if constexpr (kValuesFade) multiply(read.total[0], of_value), read.total[0].round();
-      if constexpr (kRetrieves) {
-        if constexpr (kRemoves)
-          value[1].clear(), value[1].add(Real(-1), found.total[0]);
-        else
-          value[0].add(Real(-1), found.total[0]);
-        if (retrieved.data) (kRemoves ? found.total[0] : value[0]).store_to(retrieved.numbers(0) + j, n);
-        value[0].scale(in.rate_at(0));
-        for (int64_t i = 0; final.data && i < chunk_.keys; ++i) {
-          Group<Real, NV> w;
-          w.load_from(copied + i * NV * kLanes<Real>, NV * kLanes<Real>);
-          write(i, w);
-        }
-      }
-      for (int m = 0; m < kWriters; ++m) read.total[0].add(sum_lanes<Real>(with_query[m]), value[m]);
-      read.total[0].store_to(chunk_.read[0] + j, n);
-    };
-    int64_t j = 0;
-    for (; j + 4 * kLanes<Real> <= chunk_.values; j += 4 * kLanes<Real>)
-      run_columns(j, std::integral_constant<int, 4>{}, 4 * kLanes<Real>);
-    for (; j < chunk_.values; j += kLanes<Real>) run_columns(j, std::integral_constant<int, 1>{}, chunk_.values - j);
-    out.write_from(chunk_.read[0], 0, chunk_.values);
-  }
+    }
 
-  static Real* token(const Stored<Real>& x, int64_t columns, Tokens<Real> own) { return x.read_to(own[0], 0, columns), own[0]; }
+    FWP_INLINE void solve() {
+      if constexpr (kRemoves)
+        value[1].clear(), value[1].add(Real(-1), found.total[0]);
+      else
+        value[0].add(Real(-1), found.total[0]);
+      if (token.retrieved) (kRemoves ? found.total[0] : value[0]).store_to(token.retrieved + j, n);
+      value[0].scale(token.rate);
+    }
+
+    FWP_INLINE void write_rows() const {
+      Group<Real, NV> w;
+      for (int64_t i = 0; token.final.data && i < token.keys; ++i)
+        w.load_from(token.copied + i * kWidth, kWidth), write(i, w);
+    }
+
+    FWP_INLINE void write(int64_t i, Group<Real, NV> before) const {
+      if constexpr (kValuesFade) multiply(before, of_value), before.round();
+      Group<Real, NV> after;
+      after.clear();
+      for (int m = 0; m < kWriters; ++m) after.add(token.key[m][i], value[m]), after.round();
+      after.add(token.fade[i], before);
+      after.store_to(token.final.data + i * token.final.row_stride + j, n);
+    }
+  };
 
   // The same for decays by head: products of tokens first, then their decays. Queries and keys are read as they are.
   void prepare_by_head(const In& in, int64_t first) {
