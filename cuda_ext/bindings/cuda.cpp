@@ -27,7 +27,8 @@ void* memory(const Tensor& x) { return x.defined() ? x.mutable_data_ptr() : null
 struct Device {
   static constexpr at::DeviceType kType = at::kCUDA;
   static constexpr bool kTokensFirst = true;  // so that the heads of a token can be merged without a copy
-  static Taken taken(const Tensor&) { return {}; }
+  // Kernels read what they keep.
+  static constexpr KernelNeeds kNeeds{.same_dtype = false, .shares_heads = false, .always_rate = true, .always_keeps = true};
   static int64_t segments(const Pass& x) {
     return x.in.q.scalar_type() == at::kBFloat16 ? segments_of(x.size.H, x.size.L) : 0;
   }

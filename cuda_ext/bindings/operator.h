@@ -32,34 +32,36 @@ inline Rule rule_of(const Arguments& given) {
   return given.erases ? Rule::delta : Rule::sum;
 }
 
-// The dtypes that a CPU takes: of vectors, where float32 always does for bfloat16, and of rates. Nothing on a
-// GPU, whose kernels take all.
-struct Taken {
-  std::optional<at::ScalarType> vectors, rates;
-
-  bool on_cpu() const { return rates.has_value(); }
-  Tensor ready(const Tensor& x) const {
-    return prepare(x, x.dim() == 3 ? rates : x.scalar_type() == rates ? std::nullopt : vectors);
-  }
+// What the kernels of a device take.
+struct KernelNeeds {
+  bool same_dtype;    // all in the dtype of the state, but for vectors in bfloat16; otherwise any
+  bool shares_heads;  // the head of q and k that several heads share; otherwise copies
+  bool always_rate;   // a rate even where none is given and nothing is erased
+  bool always_keeps;  // memory for what a backward pass needs, even if there is none
 };
 
-// Inputs of the kernels. An absent gate that a kernel needs is one. On a CPU kernels find the head of q and k that a head
-// shares. Otherwise shared heads are copied.
-inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, const Taken& taken) {
-  const auto ready = [&](const Optional& x) { return x ? taken.ready(*x) : Tensor(); };
+// Return x, of a call with this q, as kernels take it.
+inline Tensor ready(const Tensor& x, const Tensor& q, const KernelNeeds& needs) {
+  if (!needs.same_dtype || (x.dim() != 3 && q.scalar_type() == at::kBFloat16)) return prepare(x);
+  return prepare(x, state_type(q));
+}
+
+// Inputs of the kernels. An absent gate that a kernel needs is one.
+inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, const KernelNeeds& needs) {
+  const auto ready = [&](const Optional& x) { return x ? fwp::ready(*x, given.q, needs) : Tensor(); };
   TokenTensors in;
   const auto shared = [&](const Tensor& x) {
-    return taken.on_cpu() || size.Hk == size.H ? x : x.repeat_interleave(size.H / size.Hk, 1);
+    return needs.shares_heads || size.Hk == size.H ? x : x.repeat_interleave(size.H / size.Hk, 1);
   };
   in.q = ready(shared(given.q)), in.k = ready(shared(given.k)), in.v = ready(given.v);
   in.value_decay = ready(given.value_decay);
   in.rate = ready(given.rate);
   // The same number for all tokens.
   const auto ones = [&](at::IntArrayRef sizes) {
-    const auto options = in.q.options().dtype(taken.rates.value_or(in.q.scalar_type()));
+    const auto options = in.q.options().dtype(needs.same_dtype ? state_type(in.q) : in.q.scalar_type());
     return (sizes.size() == 3 ? at::ones({}, options) : at::ones({sizes[3]}, options)).expand(sizes);
   };
-  if (!in.rate.defined() && (given.erases || !taken.on_cpu())) in.rate = ones(size.rates());
+  if (!in.rate.defined() && (given.erases || needs.always_rate)) in.rate = ones(size.rates());
   in.removal_key = ready(given.removal_key), in.removal = ready(given.removal);
   const Rule rule = rule_of(given);
   if (fades_of(rule) == Fades::kNothing) return in;
@@ -98,7 +100,6 @@ struct Pass {
   const Sizes size;
   const Rule rule;
   const at::ScalarType state_type;
-  const Taken taken;
   const TokenTensors in;
   const Tensor state, first;
   Tensor retrieved, kept, segments;
@@ -106,7 +107,7 @@ struct Pass {
   template <typename Device>
   Pass(Device, const Arguments& given, const Tensor& values)
       : size(checked(given, values, Device::kType)), rule(rule_of(given)), state_type(fwp::state_type(given.q)),
-        taken(Device::taken(given.q)), in(prepare_all(given, size, taken)),
+        in(prepare_all(given, size, Device::kNeeds)),
         state(given.state.value_or(Tensor())), first(given.first.value_or(Tensor())) {}
 
   Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options()); }
@@ -138,7 +139,7 @@ struct BackwardPass : Pass {
 
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `Device` has its type, the dtypes that its kernels take, the number of segments that they may compute in parallel, and run() of
+// `Device` has its type, what its kernels take, the number of segments that they may compute in parallel, and run() of
 // both passes. kTokensFirst: whether out has the heads of a token next to each other. Without `keeps` there is no backward pass.
 template <typename Device>
 FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& decay,
@@ -149,7 +150,7 @@ FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, cons
   const Sizes& size = pass.size;
   pass.out = Device::kTokensFirst ? pass.empty({size.B, size.L, size.H, size.Dv}).transpose(1, 2) : pass.empty(size.values());
   pass.final = pass.empty_in_state_type(size.state());
-  keeps |= !pass.taken.on_cpu();  // kernels on a GPU read what they keep
+  keeps |= Device::kNeeds.always_keeps;
   if (keeps && given.retrieves()) pass.retrieved = pass.empty_in_state_type(size.values());
   if (keeps && given.keeps_states()) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
   pass.segments = pass.empty_in_state_type(pass.segments_sizes(Device::segments(pass)));
@@ -176,10 +177,10 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
   if (given.retrieves()) pass.retrieved = retrieved.contiguous();
   if (given.keeps_states()) pass.kept = kept.contiguous();
   pass.segments = segments.contiguous();
-  if (grad_out) pass.d_out = pass.taken.ready(*grad_out);
+  if (grad_out) pass.d_out = ready(*grad_out, q, Device::kNeeds);
   if (grad_state) pass.d_state = *grad_state;
   pass.to = pass.in.map([](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), x.options()) : Tensor(); });
-  const bool summed = pass.taken.on_cpu() && size.Hk != size.H;  // over the heads that share a key, then rounded
+  const bool summed = Device::kNeeds.shares_heads && size.Hk != size.H;  // over the heads that share a key, then rounded
   for (Tensor* x : {&pass.to.q, &pass.to.k}) *x = summed ? pass.empty_in_state_type(size.keys()) : pass.empty(size.keys());
   pass.to.v = pass.empty(size.values());
   if (!rate && !erases) pass.to.rate = Tensor();  // nobody wants it

@@ -48,8 +48,8 @@ Tokens<Real> kept_states(const Heads<Real>& kept, const Lengths& size, int64_t h
 }
 
 // Columns of a block in the backward pass: two vectors if there are enough registers.
-inline int64_t backward_width(const Lengths& size, int64_t item) {
-  const int64_t lanes = kVectorBytes / item;
+inline int64_t backward_width(const Lengths& size, int64_t number_bytes) {
+  const int64_t lanes = kVectorBytes / number_bytes;
   return kManyRegisters && size.Dk > lanes ? 2 * lanes : lanes;
 }
 
@@ -61,7 +61,7 @@ void forget_scan(const Forward& pass) {
   // Each block reads all keys, queries and key decays. Wider blocks halve these reads, which outweighs passes of only
   // two tokens.
   constexpr bool wide = kManyRegisters && !K::retrieves;
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const InputHeads<Real> inputs(pass.in);
     const Heads<const Real> initial(pass.initial);
     const Heads<Real> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
@@ -103,7 +103,7 @@ template <Fades fades, Erases erases>
 void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
   const Lengths& size = pass.size;
   using K = Kind<fades, erases>;
-  const int64_t width = backward_width(size, pass.item);
+  const int64_t width = backward_width(size, pass.number_bytes);
   const SharedHeads shared(size, size.Dk, width);
   // Gradients that are summed over the blocks of a head.
   TokenViews sums = pass.to;
@@ -118,7 +118,7 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
     to.value_decay = select(sums.value_decay), to.head_decay = select(sums.head_decay), to.rate = select(sums.rate);
     return to;
   };
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const InputHeads<Real> inputs(pass.in);
     const Heads<const Real> initial(pass.initial), d_final(pass.d_final), kept(pass.kept), d_out(pass.d_out);
     const Heads<const Real> retrieved(pass.retrieved), d_retrieved_(d_retrieved);
@@ -177,7 +177,7 @@ template <Fades fades, Erases erases>
 void retrieved_backward(const Backward& pass, const View& d_retrieved) {
   const Lengths& size = pass.size;
   const int64_t L = size.L;
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const int64_t vectors = block_vectors<Real>(size.Dk, size.Dv, 2), width = vectors * kLanes<Real>;
     const SharedHeads shared(size, size.Dv, width);
     const View d_rate_parts = shared.in_parts(pass.to.rate);
@@ -210,8 +210,8 @@ void retrieved_backward(const Backward& pass, const View& d_retrieved) {
 // The errors times the rates: the written values, identical to the last bit.
 inline View written_values(const Backward& pass) {
   const Lengths& size = pass.size;
-  const View written = empty(size.values(), pass.item);
-  with_number(pass.item, [&]<typename Real>(Real) {
+  const View written = empty(size.values(), pass.number_bytes);
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const Heads<const Real> error(pass.retrieved), rate(pass.in.rate);
     const Heads<Real> to(written);
     for_tokens(size.B * size.H * size.L, size.Dv, [&](int64_t token) {
@@ -228,7 +228,7 @@ template <Fades fades, Erases erases>
 void retrieve_scan_backward(const Backward& pass) {
   Backward scan = pass;
   View d_retrieved = pass.to.v;
-  if (erases == Erases::kRemoval) d_retrieved = empty(pass.size.values(), pass.item);
+  if (erases == Erases::kRemoval) d_retrieved = empty(pass.size.values(), pass.number_bytes);
   retrieved_backward<fades, erases>(pass, d_retrieved);
   if (erases == Erases::kKey) {
     scan.in.v = written_values(pass);
@@ -264,7 +264,7 @@ void run_chunks(const Pass& pass, F run) {
   constexpr bool forward = std::is_same_v<Pass, Forward>;
   constexpr bool in_tiles = fades == Fades::kHead || (fades == Fades::kKey && erases != Erases::kRemoval);
   if constexpr (in_tiles && std::is_same_v<Real, float>)
-    if (pass.in.q.item == sizeof(BFloat16) && pass.size.L > 1)
+    if (pass.in.q.number_bytes == sizeof(BFloat16) && pass.size.L > 1)
       if (const TileUnit* unit = TileUnit::chosen()) return run(std::type_identity<ForgetTiles<fades, erases>>{}, *unit);
   if constexpr (forward)
     run(std::type_identity<ForgetChunkForward<Real, fades, erases>>{});
@@ -274,7 +274,7 @@ void run_chunks(const Pass& pass, F run) {
 
 template <Fades fades, Erases erases>
 void chunk_forward(const Forward& pass) {
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const ForgetHeads<const Real, ForgetTokens<Real, Stored<Real>>> inputs(pass.in);
     const Heads<const Real> initial(pass.initial);
     const Heads<Real> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
@@ -290,7 +290,7 @@ void chunk_forward(const Forward& pass) {
 
 template <Fades fades, Erases erases>
 void chunk_backward(const Backward& pass) {
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const ForgetHeads<const Real, ForgetTokens<Real, Stored<Real>>> inputs(pass.in);
     const ForgetHeads<Real, ForgetGradients<Real, Stored<Real>>> to(pass.to);
     const Heads<const Real> initial(pass.initial), d_final(pass.d_final), retrieved(pass.retrieved), kept(pass.kept);

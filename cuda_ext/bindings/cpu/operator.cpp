@@ -12,7 +12,7 @@ namespace fwp::cpu {
 static View view(const Tensor& x) {
   View seen;
   if (!x.defined()) return seen;
-  seen.data = static_cast<char*>(x.mutable_data_ptr()), seen.item = x.element_size(), seen.dims = x.dim();
+  seen.data = static_cast<char*>(x.mutable_data_ptr()), seen.number_bytes = x.element_size(), seen.dims = x.dim();
   std::copy(x.sizes().begin(), x.sizes().end(), seen.sizes.begin());
   std::copy(x.strides().begin(), x.strides().end(), seen.strides.begin());
   return seen;
@@ -26,8 +26,8 @@ static TokenViews views(const TokenTensors& all, const Sizes& size) {
   return seen;
 }
 
-View empty(const std::array<int64_t, 5>& sizes, int dims, int64_t item) {
-  const auto type = item == sizeof(double) ? at::kDouble : at::kFloat;
+View empty(const std::array<int64_t, 5>& sizes, int dims, int64_t number_bytes) {
+  const auto type = number_bytes == sizeof(double) ? at::kDouble : at::kFloat;
   const auto memory = std::make_shared<Tensor>(at::empty({sizes.data(), size_t(dims)}, type));
   View seen = view(*memory);
   seen.owner = memory;
@@ -54,14 +54,12 @@ void for_documents(const Tensor& first, F f) {
 struct Device {
   static constexpr at::DeviceType kType = at::kCPU;
   static constexpr bool kTokensFirst = false;
-  static Taken taken(const Tensor& q) {
-    return {q.scalar_type() == at::kBFloat16 ? at::kBFloat16 : state_type(q), state_type(q)};
-  }
+  static constexpr KernelNeeds kNeeds{.same_dtype = true, .shares_heads = true, .always_rate = false, .always_keeps = false};
   static int64_t segments(const Pass&) { return 0; }
 
   template <typename Part, typename F>
   static void run_part(Rule rule, const Part& part, F run) {
-    part.in.q.item == part.item || in_chunks(rule, part.size) ? run(part) : run_in_float32(part, run);
+    part.in.q.number_bytes == part.number_bytes || in_chunks(rule, part.size) ? run(part) : run_in_float32(part, run);
   }
 
   static void run(const ForwardPass& x) {
@@ -69,7 +67,7 @@ struct Device {
                  view(x.retrieved), view(x.kept)};
     Rule rule = x.rule;
     Tensor one;
-    const bool half = pass.in.q.item != pass.item, of_chunks = x.size.L == 1 || TileUnit::chosen();
+    const bool half = pass.in.q.number_bytes != pass.number_bytes, of_chunks = x.size.L == 1 || TileUnit::chosen();
     if (half && of_chunks && is_large(x.size) && fades_of(rule) == Fades::kNothing) {
       // With decays of one, sum and delta have tiles, and steps that read bfloat16. Else copies are faster than chunks.
       rule = rule == Rule::sum ? Rule::gated : Rule::gated_delta;
@@ -79,7 +77,7 @@ struct Device {
     const auto run = [&](const Forward& part) {
       run_part(rule, part, [&](Forward taken) {
         if (erases_of(rule) != Erases::kNothing && !taken.retrieved.defined() && !in_chunks(rule, taken.size))
-          taken.retrieved = empty(taken.size.values(), taken.item);
+          taken.retrieved = empty(taken.size.values(), taken.number_bytes);
         with_rule(rule, [&](auto constant) { forward<constant()>(taken); });
       });
     };

@@ -18,7 +18,7 @@ namespace fwp::cpu {
 template <typename Real>
 class Heads {
  public:
-  explicit Heads(const View& x) : data_(reinterpret_cast<Real*>(x.data)), item_(x.item) {
+  explicit Heads(const View& x) : data_(reinterpret_cast<Real*>(x.data)), number_bytes_(x.number_bytes) {
     if (!x.defined()) return;
     heads_ = x.sizes[1], sharing_ = x.sharing;
     batch_stride_ = x.strides[0], head_stride_ = x.strides[1], stride_ = x.strides[2];
@@ -28,7 +28,8 @@ class Heads {
     return {address(data_, offset_of(head)), stride_};
   }
   Stored<std::remove_const_t<Real>> stored(int64_t head) const {
-    return {data_ ? (char*)data_ + offset_of(head) * item_ : nullptr, stride_ * item_, item_ == sizeof(BFloat16)};
+    char* const data = data_ ? (char*)data_ + offset_of(head) * number_bytes_ : nullptr;
+    return {data, stride_ * number_bytes_, number_bytes_ == sizeof(BFloat16)};
   }
   Rates<Real> rates(int64_t head) const { return {tokens(head).data, stride_}; }
   // The columns of a state, or of its transpose, from `column` on.
@@ -47,7 +48,7 @@ class Heads {
   }
 
   Real* data_ = nullptr;
-  int64_t item_ = 0, heads_ = 1, sharing_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
+  int64_t number_bytes_ = 0, heads_ = 1, sharing_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
 };
 
 // Threads that may share the work; inside a parallel region, one.
@@ -137,7 +138,7 @@ struct SharedHeads {
     View all = sum;
     const int64_t columns = sum.dims == 4 ? sum.sizes[3] : 1;
     if (sum.defined() && parts > 1)
-      return empty({parts, sum.sizes[0], sum.sizes[1], sum.sizes[2], columns}, 5, sum.item);
+      return empty({parts, sum.sizes[0], sum.sizes[1], sum.sizes[2], columns}, 5, sum.number_bytes);
     std::copy_backward(sum.sizes.begin(), sum.sizes.end() - 1, all.sizes.end());
     std::copy_backward(sum.strides.begin(), sum.strides.end() - 1, all.strides.end());
     ++all.dims;
@@ -217,10 +218,10 @@ bool is_square(const Lengths& size) {
   return size.Dk == kLanes<Real> && size.Dv == kLanes<Real>;
 }
 
-// Call f with a zero of the type of the computation, whose numbers have `item` bytes.
+// Call f with a zero of the type of the computation, whose numbers have so many bytes.
 template <typename F>
-void with_number(int64_t item, F f) {
-  item == sizeof(double) ? f(double()) : f(float());
+void with_number(int64_t number_bytes, F f) {
+  number_bytes == sizeof(double) ? f(double()) : f(float());
 }
 
 }  // namespace fwp::cpu
