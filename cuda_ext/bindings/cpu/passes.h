@@ -13,7 +13,8 @@ inline bool in_chunks(Rule rule, const Lengths& size) {
   return fades_of(rule) != Fades::kNothing && is_large(size);
 }
 
-// Inputs and results of a forward pass. `initial` may be undefined, and what a backward pass needs: `retrieved` in chunks, `kept`.
+// Inputs and results of a forward pass. May be undefined: `initial`, and what a backward pass needs, `retrieved` in chunks and
+// `kept`.
 struct Forward {
   Lengths size;
   int64_t number_bytes;  // in every tensor, but for vectors of tokens in bfloat16 that are processed in chunks
