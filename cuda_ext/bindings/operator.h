@@ -96,7 +96,7 @@ inline NineTensors gradients(const Arguments& given, const Sizes& size, const To
 
 // Inputs and results of the kernels; undefined if a rule does not have them. Results, `retrieved`, `kept` and `segments`
 // are contiguous, except an `out` with tokens first; `state`, `first` and `d_state` may have any strides.
-struct Pass {
+struct OperatorCall {
   const Sizes size;
   const Rule rule;
   const at::ScalarType state_type;
@@ -105,7 +105,7 @@ struct Pass {
   Tensor retrieved, kept, segments;
 
   template <typename Device>
-  Pass(Device, const Arguments& given, const Tensor& values)
+  OperatorCall(Device, const Arguments& given, const Tensor& values)
       : size(checked(given, values, Device::kType)), rule(rule_of(given)), state_type(fwp::state_type(given.q)),
         in(prepare_all(given, size, Device::kNeeds)),
         state(given.state.value_or(Tensor())), first(given.first.value_or(Tensor())) {}
@@ -125,13 +125,13 @@ struct Pass {
   }
 };
 
-struct ForwardPass : Pass {
-  using Pass::Pass;
+struct ForwardPass : OperatorCall {
+  using OperatorCall::OperatorCall;
   Tensor out, final;
 };
 
-struct BackwardPass : Pass {
-  using Pass::Pass;
+struct BackwardPass : OperatorCall {
+  using OperatorCall::OperatorCall;
   Tensor d_out, d_state;
   TokenTensors to;
   Tensor d_initial;
@@ -152,7 +152,7 @@ FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, cons
   pass.final = pass.empty_in_state_type(size.state());
   keeps |= Device::kNeeds.always_keeps;
   if (keeps && given.retrieves()) pass.retrieved = pass.empty_in_state_type(size.values());
-  if (keeps && given.keeps_states()) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
+  if (keeps && keeps_states(pass.rule)) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
   pass.segments = pass.empty_in_state_type(pass.segments_sizes(Device::segments(pass)));
   Device::run(pass);
   return {pass.out.to(q.scalar_type()), pass.final, or_nothing(pass.retrieved, pass.final), or_nothing(pass.kept, pass.final),
@@ -170,12 +170,12 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
   BackwardPass pass(Device{}, given, v ? *v : retrieved);
   const Sizes& size = pass.size;
   if (given.retrieves()) check("retrieved", retrieved, size.values(), pass.state_type, q.device());
-  if (given.keeps_states()) check("kept", kept, pass.kept_sizes(), pass.state_type, q.device());
+  if (keeps_states(pass.rule)) check("kept", kept, pass.kept_sizes(), pass.state_type, q.device());
   check("segments", segments, pass.segments_sizes(Device::segments(pass)), pass.state_type, q.device());
   check("grad_out", grad_out, size.values(), q.scalar_type(), q.device());
   check("grad_state", grad_state, size.state(), pass.state_type, q.device());
   if (given.retrieves()) pass.retrieved = retrieved.contiguous();
-  if (given.keeps_states()) pass.kept = kept.contiguous();
+  if (keeps_states(pass.rule)) pass.kept = kept.contiguous();
   pass.segments = segments.contiguous();
   if (grad_out) pass.d_out = ready(*grad_out, q, Device::kNeeds);
   if (grad_state) pass.d_state = *grad_state;

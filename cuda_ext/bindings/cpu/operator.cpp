@@ -72,7 +72,7 @@ struct Device {
   static constexpr at::DeviceType kType = at::kCPU;
   static constexpr bool kTokensFirst = false;
   static constexpr KernelNeeds kNeeds{.same_dtype = true, .shares_heads = true, .always_rate = false, .always_keeps = false};
-  static int64_t segments(const Pass&) { return 0; }
+  static int64_t segments(const OperatorCall&) { return 0; }
 
   static void run(const ForwardPass& x) {
     Forward pass{x.size, x.final.element_size(), views(x.in, x.size), view(x.state), view(x.out), view(x.final),
