@@ -83,7 +83,7 @@ struct ForgetChunk {
   Tokens<Real> seen_query, seen_reader;    // q_t * c_t and y_t * c_{t-1}
   Tokens<Real> read;                       // (q_t * c_t) W
   Writer writer[kWriters];
-  Tokens<Real> total, total_of_value;  // F_C in the first row (see see_group()), and Z_C
+  Tokens<Real> total, total_of_value;  // c_C in the first row (see see_group()), and Z_C
   // Memory for tokens that are not whole vectors, or not a whole chunk.
   Tokens<Real> padded_query, padded_reader, padded_fade, padded_value, padded_error, padded_value_fade;
   NextTokens<Real, kChunkTokens, kColumns> next;  // a panel at a time while states change
@@ -323,14 +323,14 @@ struct ForgetChunk {
     });
   }
 
-  // W = F_C^T * W + the sum of writes.
+  // W = c_C^T * W + the sum of writes.
   void advance_state(bool empty, Tokens<Real> copy = {}) const {
     std::array<Factors<Real>, kWriters> writes;
     for (int n = 0; n < kWriters; ++n) writes[n] = {constant(writer[n].key_at_end), constant(writer[n].value)};
     change_rows(empty, writes, state, copy);
   }
 
-  // W = F_C^T * W + the sum of outer products. The sum starts at zero, with the terms that have decayed most: its rounding
+  // W = c_C^T * W + the sum of outer products. The sum starts at zero, with the terms that have decayed most: its rounding
   // errors are then as small as the reference's.
   template <size_t kFactors>
   void change_rows(bool empty, const std::array<Factors<Real>, kFactors>& factors, Tokens<Real> to,

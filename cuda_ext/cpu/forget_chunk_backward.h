@@ -85,6 +85,7 @@ struct ForgetChunkBackward {
   // it. `empty`: the state before it is zero.
   void differentiate(const In& in, int64_t first, bool empty, const Stored<Real>& d_out, const Gradients& to, bool needed) {
     d_read = chunk.input(d_out, first, chunk.values, padded_d_read);
+    // d_m_s = N_Cs G + the sum of P_ts d_out_t (t >= s) and A_ts d_r_t (t > s): the state's part, then those of tokens.
     for (int n = 0; n < kWriters; ++n)
       if (d_empty)
         clear(d_writer[n].value, chunk.rows);
@@ -95,6 +96,7 @@ struct ForgetChunkBackward {
       chunk.template fade_values<Chunk::Direction::kBackward>(d_read, seen_d_read, d_writer[0].with_query);
     else
       solve_back(in, first);
+    // d_P_ts = d_out_t . m_s, d_A_ts = d_r_t . m_s, d_N_Cs = m_s G^T.
     for (int n = 0; n < kWriters; ++n) {
       const Tokens<Real> value = chunk.writer[n].value;
       if constexpr (!kValuesFade) multiply_tokens(d_read, value, d_writer[n].with_query);
@@ -117,7 +119,7 @@ struct ForgetChunkBackward {
         for (int64_t s = 0; s < chunk.rows; s += kTileRows) differentiate_writer<false, NV>(of_values, written, s, j);
       });
       chunk.deliver(padded_d_value_fade, chunk.values, to.value_decay, first);
-    } else {
+    } else {  // d_b_t = d_m_t . e_t, d_v_t = b_t d_m_t
       for (int64_t t = 0; t < chunk.count; ++t) {
         const Real* d_written = d_writer[0].value[t];
         const Real rate = chunk.rate_at(in, first, t);
@@ -126,7 +128,7 @@ struct ForgetChunkBackward {
       }
     }
     chunk.deliver(padded_d_value, chunk.values, to.v, first);
-    if (needed) {
+    if (needed) {  // G = c_C * G * Z_C + (q_t * c_t)^T (d_out_t * Z_t) + (y_t * c_{t-1})^T d_r_t
       const auto back = [&](Tokens<Real> x, Tokens<const Real> y) {
         return Factors<Real>{constant(x).reversed(chunk.rows), y.reversed(chunk.rows)};
       };
@@ -145,7 +147,7 @@ struct ForgetChunkBackward {
       multiply_rows(from_row(x, t), y, kTileRows, t + kTileRows, chunk.values, from_row(product, t));
   }
 
-  // The gradients of what tokens read in the state before the chunk, and of F_C and Z_C.
+  // The gradients of what tokens read in the state before the chunk, and of c_C and Z_C.
   void differentiate_reads(bool empty) {
     if (empty) {
       for (const Tokens<Real>& x : {d_seen_query, d_seen_reader}) clear(x, chunk.rows);
@@ -160,7 +162,7 @@ struct ForgetChunkBackward {
     };
     through_state(kValuesFade ? constant(seen_d_read) : d_read, d_seen_query);
     if constexpr (kRetrieves) through_state(constant(d_found), d_seen_reader);
-    if constexpr (!kValuesFade) {
+    if constexpr (!kValuesFade) {  // d_c_C: the rows of W * G, summed
       for (int64_t i = 0; i < chunk.keys; i += kLanes<Real>) {
         Vector<Real> sum[kLanes<Real>];
         FWP_UNROLL for (int n = 0; n < kLanes<Real>; ++n) {
@@ -171,7 +173,7 @@ struct ForgetChunkBackward {
         sum_lanes_of_each<Real>(sum);
         store(d_total[0] + i, sum[0]);
       }
-    } else {
+    } else {  // d_c_C and d_Z_C: the rows of W * G * Z_C, and the columns of c_C * W * G
       multiply_matrices<Real>(constant(chunk.seen_query), chunk.rows, constant(chunk.state), chunk.keys, chunk.values,
                               chunk.read);
       clear(d_total_of_value, 1);
@@ -220,7 +222,7 @@ struct ForgetChunkBackward {
               }
             d_value[n].row[r].store_to(d_writer[n].value[t + r] + j, width);
           }
-          if constexpr (kRetrieves) {
+          if constexpr (kRetrieves) {  // d_r_t = -b_t d_m_t, of a removal -d_m_t of its own writer
             Group<Real, NV>& of_found = d_value[kWriters - 1].row[r];
             of_found.scale(kRemoves ? Real(-1) : -chunk.rate_at(in, first, t + r));
             if (t + r >= chunk.count) of_found.clear();

@@ -39,9 +39,10 @@ class ForgetChunkForward {
         prepare_by_head(in, t);
       else
         chunk_.prepare(in, t);
+      // (q_t * c_t) W, and (y_t * c_{t-1}) W, where y_t is a_t * k_t of a rule that erases with its key.
       read_state(kByHead ? chunk_.query : constant(chunk_.seen_query), empty, chunk_.read);
       if constexpr (kRetrieves) read_state(kByHead ? chunk_.writer[0].key : constant(chunk_.seen_reader), empty, found_);
-      if constexpr (kValuesFade) {
+      if constexpr (kValuesFade) {  // nothing is erased: m_s is v_s, and fades like n_s
         chunk_.load_values(in, {}, t);
         chunk_.template fade_values<Chunk::Direction::kForward>(constant(chunk_.read), chunk_.read,
                                                                 chunk_.output(out, t, chunk_.values, chunk_.read));
@@ -236,7 +237,7 @@ class ForgetChunkForward {
       constexpr int64_t width = NV * kLanes<Real>;
       for (int64_t t = 0; t < chunk_.rows; t += kTileRows) {
         Tile<Real, NV> found;
-        if constexpr (kRetrieves) {
+        if constexpr (kRetrieves) {  // r_t = (y_t * c_{t-1}) W + the sum of A_ts m_s over earlier groups
           FWP_UNROLL for (int r = 0; r < kTileRows; ++r) found.row[r].load_from(found_[t + r] + j, width);
           for (const Writer& w : chunk_.writer)
             found.add(0, t, constant(w.value, j),
@@ -245,7 +246,7 @@ class ForgetChunkForward {
         FWP_UNROLL for (int r = 0; r < kTileRows; ++r) {
           Group<Real, NV> value, earlier;
           value.load_from(given[t + r] + j, width);
-          if constexpr (kRetrieves) {
+          if constexpr (kRetrieves) {  // r_t += A_ts m_s of its own group; e_t = v_t - r_t, or the removal's value is -r_t
             for (const Writer& w : chunk_.writer)
               for (int m = 0; m < r; ++m) {
                 earlier.load_from(w.value[t + m] + j, width);
@@ -261,7 +262,7 @@ class ForgetChunkForward {
               earlier.store_to(chunk_.writer[kWriters - 1].value[t + r] + j, width);
             }
           }
-          value.scale(chunk_.rate_at(in, first, t + r));
+          value.scale(chunk_.rate_at(in, first, t + r));  // m_t = b_t e_t
           if (t + r >= chunk_.count) value.clear();  // zero times what it retrieves need not be zero
           value.store_to(chunk_.writer[0].value[t + r] + j, width);
         }
