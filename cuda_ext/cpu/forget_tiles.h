@@ -39,12 +39,15 @@ class ForgetTiles {
       *x = take(scratch, steps_ * kProductSide, round_up(values, kColumns));
     for (Tokens<float>* x : {&first_out_, &first_error_}) *x = take(scratch, 1, round_up(values, kColumns));
     for (Tokens<float>* x : {&total_, &d_total_}) *x = take(scratch, 1, steps_ * kProductSide);
-    for (FactorTile** x : {&key_, &query_, &key_by_token_, &key_of_token_, &query_of_token_, &key_by_dim_, &query_by_dim_})
-      *x = take_tiles(scratch, 2 * steps_);
+    if constexpr (kByKey)
+      for (Parts* x : {&seen_query_, &seen_key_, &last_key_}) *x = take_parts(scratch, 2 * steps_);
+    else
+      for (FactorTile** x : {&key_, &query_, &key_by_token_, &key_of_token_, &query_of_token_, &key_by_dim_, &query_by_dim_})
+        *x = take_tiles(scratch, 2 * steps_);
     for (Parts* x : {&inverse_, &scores_, &left_, &rest_, &write_, &last_, &erased_, &by_column_})
       *x = take_parts(scratch, 2);
     of_state_ = take_parts(scratch, 2 * steps_);
-    for (float** x : {&with_key_, &with_query_, &faded_, &solved_, &found_, &read_, &error_, &d_read_, &d_error_, &d_found_,
+    for (float** x : {&with_key_, &with_query_, &faded_, &solved_, &product_, &read_, &error_, &d_read_, &d_error_, &d_found_,
                       &d_write_, &d_with_key_, &d_with_query_, &turned_})
       *x = take_blocks(scratch, 1);
     for (float** x : {&from_read_, &from_found_, &from_write_}) *x = take_blocks(scratch, steps_);
@@ -129,11 +132,12 @@ class ForgetTiles {
   FactorTile *key_, *query_, *key_by_token_;            // K and Q as left factors, K^T as a right one
   FactorTile *key_of_token_, *query_of_token_;          // K^T and Q^T on the left
   FactorTile *key_by_dim_, *query_by_dim_;              // K and Q on the right
+  Parts seen_query_, seen_key_, last_key_;              // by key, instead of these: c Q, c K and w K, on the left
   Parts inverse_, scores_;                              // (I + A b)^-1 and P, on the left; their transposes on the way back
   Parts of_state_, rest_, write_, last_;                // a panel of W, V - c K W, U, w U, on the right
   Parts left_, erased_, by_column_;                     // only on the way back
   float *with_key_, *with_query_, *faded_, *solved_;    // K K^T, Q K^T, F, (I + A b)^-1
-  float *found_, *read_, *error_;                       // K W; Q W, later out; E
+  float *product_, *read_, *error_;                     // of the last factors; Q W, later out; E
   float *d_read_, *d_error_, *d_found_, *d_write_, *d_with_key_, *d_with_query_, *turned_;
   float *from_read_, *from_found_, *from_write_;        // blocks of d_out W^T, -d_E W^T and U G'^T
   float so_far_[kTokens], weight_[kTokens], rate_[kTokens];  // c_t, w_t, b_t
@@ -282,8 +286,8 @@ class ForgetTiles {
   // sums (+)= the product of two factors of 32 x 32 numbers.
   template <typename Left, typename Right>
   void add_product(const Left& left, const Right& right, bool begun, float* sums) const {
-    multiply(left, right, 1, begun ? found_ : sums);
-    if (begun) add(found_, sums);
+    multiply(left, right, 1, begun ? product_ : sums);
+    if (begun) add(product_, sums);
   }
 
   // Everything that needs queries, keys, decays and rates only, of the first tokens of the chunk.
@@ -311,8 +315,8 @@ class ForgetTiles {
   static int64_t in_blocks(int64_t t, int64_t i) { return i / kProductSide * kBlock + t * kProductSide + i % kProductSide; }
 
   // The same for decays by key: scores of ForgetChunk, queries and keys after the decays before them, and keys after those that
-  // follow. None is exact, and their memory is that of exact ones, and of the backward pass. The forward pass reads the state
-  // with the first two and changes it with the last; the backward pass changes and reads its gradient the other way around.
+  // follow, none of which is exact. The forward pass reads the state with the first two and changes it with the last; the
+  // backward pass changes and reads its gradient the other way around.
   void prepare_by_key(int64_t count, Halves& half, bool backward) {
     const int64_t halves = count > kChunkTokens ? 2 : 1;
     for (float* x : {with_query_, with_key_}) std::memset(x, 0, kBlock * sizeof(float));
@@ -358,14 +362,11 @@ class ForgetTiles {
         }
       }
     };
-    split_blocks(from_read_, seen_query(), !backward);
-    if constexpr (kErases) split_blocks(from_found_, seen_key(), !backward);
-    split_blocks(from_write_, last_key(), backward);
+    split_blocks(from_read_, seen_query_, !backward);
+    if constexpr (kErases) split_blocks(from_found_, seen_key_, !backward);
+    split_blocks(from_write_, last_key_, backward);
     fade(count, bad);
   }
-  Parts seen_query() const { return {query_, query_by_dim_}; }
-  Parts seen_key() const { return {key_, key_by_dim_}; }
-  Parts last_key() const { return {key_of_token_, query_of_token_}; }
 
   // The chunk's queries or keys as a left factor.
   void copy_tokens(const Stored<float>& x, int64_t count, FactorTile* to) const {
@@ -462,30 +463,30 @@ class ForgetTiles {
     Vector<float> bad = {};
     split_state(state_, j, of_state_, bad);
     if constexpr (kByKey)
-      multiply(seen_query(), of_state_, steps_, read_);
+      multiply(seen_query_, of_state_, steps_, read_);
     else
       multiply(query_, of_state_, steps_, read_);
     read_block(in_.v.from(j), start_, count, columns_from(j), error_);
     if constexpr (kErases) {
       if constexpr (kByKey)
-        multiply(seen_key(), of_state_, steps_, found_);
+        multiply(seen_key_, of_state_, steps_, product_);
       else
-        multiply(key_, of_state_, steps_, found_);
+        multiply(key_, of_state_, steps_, product_);
       for (int64_t t = 0; t < count; ++t) {
         Line rest = line(error_ + t * kColumns);
-        rest.subtract(so_far_[t], line(found_ + t * kColumns));
+        rest.subtract(so_far_[t], line(product_ + t * kColumns));
         rest.store_to(error_ + t * kColumns, kColumns);
       }
       split_right(error_, rest_, bad);
       multiply(inverse_, rest_, 1, error_);
     }
-    scale(rate_, error_, found_);
-    split_right(found_, write_, bad);
-    scale(weight_, found_, found_);
-    split_right(found_, last_, bad);
-    multiply(scores_, write_, 1, found_);
+    scale(rate_, error_, product_);
+    split_right(product_, write_, bad);
+    scale(weight_, product_, product_);
+    split_right(product_, last_, bad);
+    multiply(scores_, write_, 1, product_);
     for (int64_t t = 0; t < kTokens; ++t) {
-      Line read = line(found_ + t * kColumns);
+      Line read = line(product_ + t * kColumns);
       read.add(so_far_[t], line(read_ + t * kColumns));
       FWP_UNROLL for (int n = 0; n < kVectors; ++n) bad += read.x[n] * 0.0f;
       read.store_to(read_ + t * kColumns, kColumns);
@@ -503,16 +504,16 @@ class ForgetTiles {
     }
     for (int64_t i = 0; i < steps_; ++i) {
       if constexpr (kByKey)
-        multiply(of_block(last_key(), 2 * i), last_, 1, found_);
+        multiply(of_block(last_key_, 2 * i), last_, 1, product_);
       else
-        multiply(key_of_token_ + 2 * i, last_, 1, found_);
+        multiply(key_of_token_ + 2 * i, last_, 1, product_);
       change_state(i, j, state_, state_);
     }
   }
-  // The rows of block i of a state: c_C times those before, and the block found_.
+  // The rows of block i of a state: c_C times those before, and the product.
   void change_state(int64_t i, int64_t j, Tokens<float> before, Tokens<float> after) const {
     for (int64_t r = 0; r < kProductSide; ++r) {
-      Line x = line(found_ + r * kColumns);
+      Line x = line(product_ + r * kColumns);
       x.add(kByKey ? total_[0][i * kProductSide + r] : so_far_[kTokens - 1], line(before[i * kProductSide + r] + j));
       x.store_to(after[i * kProductSide + r] + j, kColumns);
     }
@@ -536,13 +537,13 @@ class ForgetTiles {
     transpose(Tokens<float>{x, kProductSide}, kProductSide, kProductSide, Tokens<float>{to, kProductSide});
   }
 
-  // to = the block found_, of some dimensions from i on.
+  // to = the product, of some dimensions from i on.
   void write_block(const Stored<float>& to, int64_t i, int64_t count, Vector<float>& bad) const {
     const Stored<float> columns = to.from(i * kProductSide);
     for (int64_t t = 0; t < count; ++t) {
-      const Line x = line(found_ + t * kProductSide);
+      const Line x = line(product_ + t * kProductSide);
       FWP_UNROLL for (int n = 0; n < kVectors; ++n) bad += x.x[n] * 0.0f;
-      columns.write_from(found_ + t * kProductSide, t, std::min(kProductSide, keys_ - i * kProductSide));
+      columns.write_from(product_ + t * kProductSide, t, std::min(kProductSide, keys_ - i * kProductSide));
     }
   }
 
@@ -578,11 +579,11 @@ class ForgetTiles {
   // tokens have seen of the state, and c_C.
   void differentiate_panels(int64_t count, Tokens<const float> retrieved, const Stored<float>& d_out, const Gradients& to,
                             Vector<float>& bad) {
-    fade_block(with_query_, false, found_);
-    split_turned(found_, scores_, bad);
+    fade_block(with_query_, false, product_);
+    split_turned(product_, scores_, bad);
     if constexpr (kErases) {
-      fade_block(with_key_, true, found_);
-      split_turned(found_, left_, bad);
+      fade_block(with_key_, true, product_);
+      split_turned(product_, left_, bad);
       split_turned(solved_, inverse_, bad);
     }
     std::memset(d_total_.data, 0, steps_ * kProductSide * sizeof(float));
@@ -604,23 +605,23 @@ class ForgetTiles {
                             const Gradients& to, Vector<float>& bad) {
     split_state(gradient_, j, of_state_, bad);
     if constexpr (kByKey)
-      multiply(last_key(), of_state_, steps_, d_write_);
+      multiply(last_key_, of_state_, steps_, d_write_);
     else
       multiply(key_, of_state_, steps_, d_write_);
     scale(weight_, d_write_, d_write_);
     read_block(d_out.from(j), 0, count, columns_from(j), d_read_);
     split_right(d_read_, rest_, bad);
-    multiply(scores_, rest_.high, 1, found_);
-    add(found_, d_write_);
+    multiply(scores_, rest_.high, 1, product_);
+    add(product_, d_write_);
     if constexpr (kErases) {
       read_block(retrieved.from(j), 0, count, columns_from(j), error_);
-      scale(rate_, d_write_, found_);
-      split_right(found_, rest_, bad);
+      scale(rate_, d_write_, product_);
+      split_right(product_, rest_, bad);
       multiply(inverse_, rest_, 1, d_error_);
       for (int64_t n = 0; n < kBlock; ++n) d_found_[n] = -d_error_[n];
       split_right(d_found_, rest_, bad);
-      multiply(left_, rest_, 1, found_);
-      add(found_, d_write_);
+      multiply(left_, rest_, 1, product_);
+      add(product_, d_write_);
     } else {
       read_block(in_.v.from(j), start_, count, columns_from(j), error_);
       scale(rate_, d_write_, d_error_);
@@ -633,8 +634,8 @@ class ForgetTiles {
 
   // The gradients of scores, without their decays. The parts of U, d_out and -d_E stay.
   void differentiate_scores(int64_t j, Vector<float>& bad) {
-    scale(rate_, error_, found_);
-    split_left(found_, kColumns, write_, bad);
+    scale(rate_, error_, product_);
+    split_left(product_, kColumns, write_, bad);
     turn(write_, 2, last_);
     split_left(d_read_, kColumns, rest_, bad);
     add_product(rest_.high, last_, j > 0, d_with_query_);
@@ -662,22 +663,22 @@ class ForgetTiles {
 
   // From the gradient of the state after the chunk to that of the state before it.
   void change_gradient(int64_t j, Vector<float>& bad) {
-    scale(so_far_, d_read_, found_);
-    split_right(found_, rest_, bad);
+    scale(so_far_, d_read_, product_);
+    split_right(product_, rest_, bad);
     if constexpr (kErases) {
-      scale(so_far_, d_found_, found_);
-      split_right(found_, last_, bad);
+      scale(so_far_, d_found_, product_);
+      split_right(product_, last_, bad);
     }
     for (int64_t i = 0; i < steps_; ++i) {
       if constexpr (kByKey) {
-        const Parts query = of_block(seen_query(), 2 * i), key = of_block(seen_key(), 2 * i);
+        const Parts query = of_block(seen_query_, 2 * i), key = of_block(seen_key_, 2 * i);
         const TileFactors factors[] = {{query.low, rest_.high}, {query.high, rest_.high},  // d_out is exact
                                        {key.low, last_.high},   {key.high, last_.low},     {key.high, last_.high}};
-        unit_->multiply(factors, kErases ? 5 : 2, 1, found_);
+        unit_->multiply(factors, kErases ? 5 : 2, 1, product_);
       } else {
         const FactorTile *query = query_of_token_ + 2 * i, *key = key_of_token_ + 2 * i;
         const TileFactors factors[] = {{query, rest_.low}, {query, rest_.high}, {key, last_.low}, {key, last_.high}};
-        unit_->multiply(factors, kErases ? 4 : 2, 1, found_);
+        unit_->multiply(factors, kErases ? 4 : 2, 1, product_);
       }
       change_state(i, j, gradient_, next_gradient_);
     }
@@ -692,8 +693,8 @@ class ForgetTiles {
       float* const from_read = from_read_ + i * kBlock;
       read_block(in_.q.from(i * kProductSide), start_, count, std::min(kProductSide, keys_ - i * kProductSide), error_);
       for (int64_t t = 0; t < count; ++t) d_so_far_[t] += dot(error_ + t * kProductSide, from_read + t * kProductSide);
-      multiply(left_, key_by_dim_ + 2 * i, 1, found_);
-      add(so_far_, from_read, found_);
+      multiply(left_, key_by_dim_ + 2 * i, 1, product_);
+      add(so_far_, from_read, product_);
       write_block(to.q, i, count, bad);
     }
   }
@@ -715,9 +716,9 @@ class ForgetTiles {
       }
       const FactorTile *query = query_by_dim_ + 2 * i, *key = key_by_dim_ + 2 * i;
       const TileFactors factors[] = {{left_.low, query}, {left_.high, query}, {erased_.low, key}, {erased_.high, key}};
-      unit_->multiply(factors, kErases ? 4 : 2, 1, found_);
-      add(weight_, from_write, found_);
-      if constexpr (kErases) add(so_far_, from_found, found_);
+      unit_->multiply(factors, kErases ? 4 : 2, 1, product_);
+      add(weight_, from_write, product_);
+      if constexpr (kErases) add(so_far_, from_found, product_);
       write_block(to.k, i, count, bad);
     }
   }
