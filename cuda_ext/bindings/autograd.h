@@ -22,8 +22,8 @@ using torch::jit::Stack;
 
 struct Operators {
   c10::OperatorHandle forward = find("fwp::fast_weights"), backward = find("fwp::fast_weights_backward");
-  // Where they are among the forward operator's arguments: v, which a rule that erases does not save; `first`, after the tensors
-  // with a gradient; `erases`, after all tensors; and the end.
+  // Positions among the forward operator's arguments. A rule that erases does not save v. The tensors with a gradient end at
+  // `first`, all tensors at `erases`.
   size_t v = position("v"), first = position("first"), erases = position("erases"), end = forward.schema().arguments().size();
 
   static const Operators& get() {
