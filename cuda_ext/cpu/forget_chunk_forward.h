@@ -73,35 +73,16 @@ class ForgetChunkForward {
   // A decoding step: the operations of a chunk of one token, in their order, without copies of the state.
   void forward_token(const In& in, Matrix<const Real> initial, const Stored<Real>& out, const Stored<Real>& retrieved,
                      Matrix<Real> final) {
-    const int64_t values = chunk_.values;
-    OneToken token = read_token(in);
-    token.initial = initial, token.final = final, token.retrieved = retrieved.data ? retrieved.numbers(0) : nullptr;
-    int64_t j = 0;
-    for (; j + 4 * kLanes<Real> <= values; j += 4 * kLanes<Real>) TokenStep<4>{token, j, 4 * kLanes<Real>}.run();
-    for (; j < values; j += kLanes<Real>) TokenStep<1>{token, j, values - j}.run();
-    out.write_from(token.out, 0, values);
-  }
-
-  struct OneToken {
-    int64_t keys;
-    Matrix<const Real> initial;
-    Matrix<Real> final;
-    const Real *key[kWriters], *query, *reader, *fade, *value, *value_fade;  // query and reader as they see the state
-    Real with_query[kWriters], head_decay, rate;
-    Real *retrieved, *out;
-    Real* copied;  // the state, contiguous, unlike its rows, which may all lie in a few sets of the cache
-  };
-
-  OneToken read_token(const In& in) const {
     const auto read = [](const Stored<Real>& x, int64_t columns, Tokens<Real> to) -> const Real* {
       return x.read_to(to[0], 0, columns), to[0];
     };
     const int64_t keys = chunk_.keys, values = chunk_.values;
-    OneToken token{.keys = keys};
-    token.query = read(in.q, keys, chunk_.padded_query), token.value = read(in.v, values, chunk_.padded_value);
-    token.reader = chunk_.padded_reader[0], token.fade = chunk_.padded_fade[0];
-    token.key[0] = read(in.k, keys, chunk_.writer[0].padded_key), token.rate = in.rate_at(0);
+    OneToken token{.keys = keys, .initial = initial, .final = final, .rate = in.rate_at(0)};
+    const Real* const query = read(in.q, keys, chunk_.padded_query);
+    token.key[0] = read(in.k, keys, chunk_.writer[0].padded_key), token.value = read(in.v, values, chunk_.padded_value);
+    token.query = chunk_.seen_query[0], token.reader = chunk_.padded_reader[0], token.fade = chunk_.padded_fade[0];
     token.out = chunk_.read[0], token.copied = chunk_.state.data;
+    if (retrieved.data) token.retrieved = retrieved.numbers(0);
     if constexpr (kByHead) token.head_decay = in.head_decay[0];
     if constexpr (kValuesFade) token.value_fade = read(in.value_decay, values, chunk_.padded_value_fade);
     if (in.key_decay.data)
@@ -114,15 +95,27 @@ class ForgetChunkForward {
     }
     Vector<Real> with_query[kWriters] = {};
     for (int64_t i = 0; i < keys; i += kLanes<Real>) {
-      const Vector<Real> own = load(token.query + i), x = kByHead ? Real(1) - Vector<Real>{} : load(token.fade + i);
+      const Vector<Real> own = load(query + i), x = kByHead ? Real(1) - Vector<Real>{} : load(token.fade + i);
       for (int n = 0; n < kWriters; ++n) with_query[n] += own * load(token.key[n] + i);
       store(chunk_.seen_query[0] + i, own * x);
       if constexpr (erases == Erases::kKey) store(chunk_.padded_reader[0] + i, load(token.key[0] + i) * x);
     }
     for (int n = 0; n < kWriters; ++n) token.with_query[n] = sum_lanes<Real>(with_query[n]);
-    token.query = chunk_.seen_query[0];
-    return token;
+    int64_t j = 0;
+    for (; j + 4 * kLanes<Real> <= values; j += 4 * kLanes<Real>) TokenStep<4>{token, j, 4 * kLanes<Real>}.run();
+    for (; j < values; j += kLanes<Real>) TokenStep<1>{token, j, values - j}.run();
+    out.write_from(token.out, 0, values);
   }
+
+  struct OneToken {
+    int64_t keys;
+    Matrix<const Real> initial;
+    Matrix<Real> final;
+    Real rate, head_decay, with_query[kWriters];
+    const Real *key[kWriters], *value, *query, *reader, *fade, *value_fade;  // query and reader as they see the state
+    Real *out, *retrieved;
+    Real* copied;  // the state, contiguous, unlike its rows, which may all lie in a few sets of the cache
+  };
 
   // The step in n columns of the state, from j on.
   template <int NV>

@@ -1,6 +1,8 @@
 // The passes of rules that forget, on CPU tensors. forget.cpp and retrieve.cpp compile them.
 #pragma once
 
+#include <vector>
+
 #include "../../cpu/forget_square.h"
 #include "../../cpu/forget_tiles.h"
 #include "passes.h"
@@ -106,16 +108,14 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
   const int64_t width = backward_width(size, pass.number_bytes);
   const SharedHeads shared(size, size.Dk, width);
   // Gradients that are summed over the blocks of a head.
-  TokenViews sums = pass.to;
-  if (erases != Erases::kKey) sums.v = shared.in_parts(pass.to.v);
-  sums.value_decay = shared.in_parts(pass.to.value_decay);
-  sums.head_decay = shared.in_parts(pass.to.head_decay);
-  sums.rate = shared.in_parts(pass.to.rate);
+  std::vector summed{&TokenViews::value_decay, &TokenViews::head_decay, &TokenViews::rate};
+  if (erases != Erases::kKey) summed.push_back(&TokenViews::v);
+  TokenViews sums;
+  for (const auto x : summed) sums.*x = shared.in_parts(pass.to.*x);
   const auto of_part = [&](int64_t part) {
     TokenViews to = pass.to;
-    const auto select = [&](const View& x) { return x.defined() ? x.select(0, part) : x; };
-    if (erases != Erases::kKey) to.v = select(sums.v);
-    to.value_decay = select(sums.value_decay), to.head_decay = select(sums.head_decay), to.rate = select(sums.rate);
+    for (const auto x : summed)
+      if ((to.*x).defined()) to.*x = (sums.*x).select(0, part);
     return to;
   };
   with_number(pass.number_bytes, [&]<typename Real>(Real) {
@@ -165,10 +165,7 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
         run_block(h, part, block * width, add, vectors, work);
       });
     });
-    if (erases != Erases::kKey) shared.add_parts<Real>(pass.to.v, sums.v);
-    shared.add_parts<Real>(pass.to.value_decay, sums.value_decay);
-    shared.add_parts<Real>(pass.to.head_decay, sums.head_decay);
-    shared.add_parts<Real>(pass.to.rate, sums.rate);
+    for (const auto x : summed) shared.add_parts<Real>(pass.to.*x, sums.*x);
   });
 }
 
@@ -245,9 +242,7 @@ void for_chunk_heads(const Lengths& size, bool divide, F f) {
   const int64_t heads = size.B * size.H, panels = blocks_of(size.Dv, Chunk::kColumns);
   const int64_t wanted = heads && divide ? (threads() + heads - 1) / heads : 1;
   const int64_t width = blocks_of(panels, std::min(wanted, panels)) * Chunk::kColumns, parts = blocks_of(size.Dv, width);
-  // As in for_blocks: a thread costs as much as 2^18 updates of an element.
-  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * size.Dk * width));
-  at::parallel_for(0, heads * parts, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, heads * parts, grain_of(size.L * size.Dk * width), [&](int64_t begin, int64_t end) {
     const auto memory = scratch<Real>(Chunk::scratch_size(size.Dk, width));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t column = item % parts * width, n = std::min(width, size.Dv - column);
