@@ -40,9 +40,9 @@ class ForgetTiles {
     for (Tokens<float>* x : {&first_out_, &first_error_}) *x = take(scratch, 1, round_up(values, kColumns));
     for (Tokens<float>* x : {&total_, &d_total_}) *x = take(scratch, 1, steps_ * kProductSide);
     if constexpr (kByKey)
-      for (Parts* x : {&seen_query_, &seen_key_, &last_key_}) *x = take_parts(scratch, 2 * steps_);
+      for (Parts* x : {&query_, &key_, &last_key_}) *x = take_parts(scratch, 2 * steps_);
     else
-      for (FactorTile** x : {&key_, &query_, &key_by_token_, &key_of_token_, &query_of_token_, &key_by_dim_, &query_by_dim_})
+      for (FactorTile** x : {&query_, &key_, &last_key_, &key_by_token_, &query_of_token_, &key_by_dim_, &query_by_dim_})
         *x = take_tiles(scratch, 2 * steps_);
     for (Parts* x : {&inverse_, &scores_, &left_, &rest_, &write_, &last_, &erased_, &by_column_})
       *x = take_parts(scratch, 2);
@@ -112,6 +112,7 @@ class ForgetTiles {
   struct Parts {
     FactorTile *high, *low;
   };
+  using Left = std::conditional_t<kByKey, Parts, FactorTile*>;  // of tokens: exact, or in parts
   using Halves = std::array<BackwardChunk, 2>;              // of a chunk with decays by key, without values
   using Row = Group<float, kTileSide / kLanes<float>>;      // of a tile
   using Line = Group<float, kProductSide / kLanes<float>>;  // of a block of 32 x 32 numbers
@@ -129,10 +130,9 @@ class ForgetTiles {
   Tokens<const float> before_;                      // on the way back: W, where it is kept
   Tokens<float> first_out_, first_error_;           // the first token's results
   Tokens<float> total_, d_total_;                   // by key: c_C and its gradient, by head in the first number
-  FactorTile *key_, *query_, *key_by_token_;            // K and Q as left factors, K^T as a right one
-  FactorTile *key_of_token_, *query_of_token_;          // K^T and Q^T on the left
-  FactorTile *key_by_dim_, *query_by_dim_;              // K and Q on the right
-  Parts seen_query_, seen_key_, last_key_;              // by key, instead of these: c Q, c K and w K, on the left
+  Left query_, key_, last_key_;                         // Q, K and K^T on the left; by key, of c Q, c K and w K
+  FactorTile *key_by_token_, *query_of_token_;          // by head: K^T on the right, Q^T on the left
+  FactorTile *key_by_dim_, *query_by_dim_;              // by head: K and Q on the right
   Parts inverse_, scores_;                              // (I + A b)^-1 and P, on the left; their transposes on the way back
   Parts of_state_, rest_, write_, last_;                // a panel of W, V - c K W, U, w U, on the right
   Parts left_, erased_, by_column_;                     // only on the way back
@@ -294,20 +294,22 @@ class ForgetTiles {
   void prepare(int64_t count) {
     if constexpr (kByKey) {
       Halves half = halves();
-      return prepare_by_key(count, half, false);
+      prepare_by_key(count, half, false);
+    } else {
+      copy_tokens(in_.q, count, query_);
+      copy_tokens(in_.k, count, key_);
+      turn(key_, 2 * steps_, key_by_token_);
+      pair_tokens(key_by_token_, last_key_);
+      const TileFactors of_query[] = {{query_, key_by_token_}}, of_key[] = {{key_, key_by_token_}};
+      unit_->multiply(of_query, 1, steps_, with_query_);
+      if constexpr (kErases) unit_->multiply(of_key, 1, steps_, with_key_);
+      fade(count, Vector<float>{});
     }
-    copy_tokens(in_.q, count, query_);
-    copy_tokens(in_.k, count, key_);
-    turn(key_, 2 * steps_, key_by_token_);
-    pair_tokens(key_by_token_, key_of_token_);
-    const TileFactors of_query[] = {{query_, key_by_token_}}, of_key[] = {{key_, key_by_token_}};
-    unit_->multiply(of_query, 1, steps_, with_query_);
-    if constexpr (kErases) unit_->multiply(of_key, 1, steps_, with_key_);
-    fade(count, Vector<float>{});
   }
 
-  // Some dimensions of a left factor in parts.
+  // Some dimensions of a left factor.
   static Parts of_block(const Parts& x, int64_t tiles) { return {x.high + tiles, x.low + tiles}; }
+  static FactorTile* of_block(FactorTile* x, int64_t tiles) { return x + tiles; }
 
   static int64_t half_size(int64_t keys) { return BackwardChunk::scratch_size(keys, 0); }
   Halves halves() const { return {{{keys_, 0, for_chunk_}, {keys_, 0, for_chunk_ + half_size(keys_)}}}; }
@@ -362,8 +364,8 @@ class ForgetTiles {
         }
       }
     };
-    split_blocks(from_read_, seen_query_, !backward);
-    if constexpr (kErases) split_blocks(from_found_, seen_key_, !backward);
+    split_blocks(from_read_, query_, !backward);
+    if constexpr (kErases) split_blocks(from_found_, key_, !backward);
     split_blocks(from_write_, last_key_, backward);
     fade(count, bad);
   }
@@ -462,16 +464,10 @@ class ForgetTiles {
   bool compute(int64_t j, int64_t count) {
     Vector<float> bad = {};
     split_state(state_, j, of_state_, bad);
-    if constexpr (kByKey)
-      multiply(seen_query_, of_state_, steps_, read_);
-    else
-      multiply(query_, of_state_, steps_, read_);
+    multiply(query_, of_state_, steps_, read_);
     read_block(in_.v.from(j), start_, count, columns_from(j), error_);
     if constexpr (kErases) {
-      if constexpr (kByKey)
-        multiply(seen_key_, of_state_, steps_, product_);
-      else
-        multiply(key_, of_state_, steps_, product_);
+      multiply(key_, of_state_, steps_, product_);
       for (int64_t t = 0; t < count; ++t) {
         Line rest = line(error_ + t * kColumns);
         rest.subtract(so_far_[t], line(product_ + t * kColumns));
@@ -503,10 +499,7 @@ class ForgetTiles {
         retrieved.write_from(t ? error_ + t * kColumns : first_error_[0] + j, start_ + t, columns_from(j));
     }
     for (int64_t i = 0; i < steps_; ++i) {
-      if constexpr (kByKey)
-        multiply(of_block(last_key_, 2 * i), last_, 1, product_);
-      else
-        multiply(key_of_token_ + 2 * i, last_, 1, product_);
+      multiply(of_block(last_key_, 2 * i), last_, 1, product_);
       change_state(i, j, state_, state_);
     }
   }
@@ -561,7 +554,7 @@ class ForgetTiles {
       turn(query_, 2 * steps_, query_by_dim_);
       pair_tokens(query_by_dim_, query_of_token_);
       turn(query_of_token_, 2 * steps_, query_by_dim_);
-      turn(key_of_token_, 2 * steps_, key_by_dim_);
+      turn(last_key_, 2 * steps_, key_by_dim_);
       differentiate_panels(count, retrieved, d_out, to, bad);
       differentiate_queries(count, to, bad);
       differentiate_keys(count, to, bad);
@@ -671,12 +664,12 @@ class ForgetTiles {
     }
     for (int64_t i = 0; i < steps_; ++i) {
       if constexpr (kByKey) {
-        const Parts query = of_block(seen_query_, 2 * i), key = of_block(seen_key_, 2 * i);
+        const Parts query = of_block(query_, 2 * i), key = of_block(key_, 2 * i);
         const TileFactors factors[] = {{query.low, rest_.high}, {query.high, rest_.high},  // d_out is exact
                                        {key.low, last_.high},   {key.high, last_.low},     {key.high, last_.high}};
         unit_->multiply(factors, kErases ? 5 : 2, 1, product_);
       } else {
-        const FactorTile *query = query_of_token_ + 2 * i, *key = key_of_token_ + 2 * i;
+        const FactorTile *query = query_of_token_ + 2 * i, *key = last_key_ + 2 * i;
         const TileFactors factors[] = {{query, rest_.low}, {query, rest_.high}, {key, last_.low}, {key, last_.high}};
         unit_->multiply(factors, kErases ? 4 : 2, 1, product_);
       }
