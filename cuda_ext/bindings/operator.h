@@ -77,8 +77,7 @@ inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, const
 using NineTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The gradients of the operator's arguments, from those of the kernels' inputs, where q and k have a gradient for each
-// head that shares them. An operator cannot return an undefined tensor: a tensor of shape (0,) stands for the gradient of
-// an absent argument.
+// head that shares them. That of an absent argument has shape (0,), as in or_nothing().
 inline NineTensors gradients(const Arguments& given, const Sizes& size, const TokenTensors& to, const Tensor& d_initial) {
   const auto of = [&](const Optional& x, const Tensor& gradient) {
     return x ? gradient.to(x->scalar_type()) : at::empty({0}, given.q.options());

@@ -24,17 +24,11 @@ struct ForgetHeads {
       else
         return x.tokens(h);
     };
-    Of x;
-    x.q = vectors(all.q).from(i);
-    x.k = vectors(all.k).from(i);
-    x.v = vectors(all.v).from(j);
-    x.key_decay = vectors(all.key_decay).from(i);
-    x.value_decay = vectors(all.value_decay).from(j);
-    x.head_decay = all.head_decay.rates(h);
-    x.rate = all.rate.rates(h);
-    x.removal = vectors(all.removal).from(i);
-    x.removal_key = vectors(all.removal_key).from(i);
-    return x;
+    const auto keys = [&](const Heads<Real>& x) { return vectors(x).from(i); };
+    const auto values = [&](const Heads<Real>& x) { return vectors(x).from(j); };
+    return {.q = keys(all.q), .k = keys(all.k), .v = values(all.v), .key_decay = keys(all.key_decay),
+            .value_decay = values(all.value_decay), .head_decay = all.head_decay.rates(h), .rate = all.rate.rates(h),
+            .removal = keys(all.removal), .removal_key = keys(all.removal_key)};
   }
 };
 template <typename Real>
