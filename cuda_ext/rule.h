@@ -74,9 +74,10 @@ auto with_rule(Rule rule, F f) {
   __builtin_unreachable();
 }
 
-// Rules with decays or removals keep the state after every so many tokens for the backward pass: KEPT_EVERY of
-// fairseq_fwp/ops/fast_weights.py.
+// Rules that forget keep the state after every so many tokens for the backward pass: KEPT_EVERY of
+// fairseq_fwp/ops/fast_weights.py. Others rebuild it by adding the writes, or from the saved errors.
 constexpr int64_t kKeptEvery = 32;
+constexpr bool keeps_states(Rule rule) { return fades_of(rule) != Fades::kNothing; }
 
 // The segments of a sequence that run in parallel on a GPU's tensor cores, at most; 0: it is not split. `segments_of` of
 // fairseq_fwp/ops/fast_weights.py is the same. The number depends only on the sequence, so its bits depend neither on its batch

@@ -58,10 +58,6 @@ struct Arguments {
   const bool erases;
 
   bool removes() const { return removal_key.has_value(); }
-  bool forgets() const { return decay || value_decay; }
-  // Whether the backward pass needs stored states. If not, it rebuilds them by adding the writes or from the saved
-  // errors.
-  bool keeps_states() const { return forgets() || removes() || (rate && !erases); }
   bool retrieves() const { return erases || removes(); }
   bool decays_by_head() const { return decay && decay->dim() == 3; }
 

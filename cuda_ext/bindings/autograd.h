@@ -21,18 +21,20 @@ using torch::autograd::variable_list;
 using torch::jit::Stack;
 
 struct Operators {
-  c10::OperatorHandle forward, backward;
+  c10::OperatorHandle forward = find("fwp::fast_weights"), backward = find("fwp::fast_weights_backward");
+  // Positions among the forward operator's arguments. A rule that erases does not save v. The tensors with a gradient end at
+  // `first`, all tensors at `erases`.
+  size_t v = position("v"), first = position("first"), erases = position("erases"), end = forward.schema().arguments().size();
 
   static const Operators& get() {
-    static const Operators found{
-        c10::Dispatcher::singleton().findSchemaOrThrow("fwp::fast_weights", ""),
-        c10::Dispatcher::singleton().findSchemaOrThrow("fwp::fast_weights_backward", "")};
+    static const Operators found;
     return found;
   }
-};
 
-constexpr size_t kTensors = 10, kDifferentiable = 9;  // among the forward operator's arguments; `erases` and `keeps` follow
-constexpr size_t kValue = 2;                          // index of v, which a rule that erases does not save
+ private:
+  static c10::OperatorHandle find(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
+  size_t position(const char* name) const { return forward.schema().argumentIndexWithName(name).value(); }
+};
 
 c10::IValue optional(const Tensor& x) { return x.defined() ? c10::IValue(x) : c10::IValue(); }
 
@@ -56,7 +58,7 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
     variable_list results = call(Operators::get().forward, std::move(inputs)), saved = *all;
     others->assign(results.begin() + 2, results.end());
     results.resize(2);
-    if (erases) saved[kValue] = Tensor();
+    if (erases) saved[Operators::get().v] = Tensor();
     saved.insert(saved.end(), others->begin(), others->end());
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["erases"] = erases;
@@ -65,27 +67,29 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Operators& of = Operators::get();
     const variable_list saved = ctx->get_saved_variables();
     Stack inputs;
     for (const Tensor& x : saved) inputs.push_back(optional(x));
-    inputs.insert(inputs.begin() + kTensors, ctx->saved_data["erases"]);
+    inputs.insert(inputs.begin() + of.erases, ctx->saved_data["erases"]);
     for (const Tensor& x : grads) inputs.push_back(optional(x));
     // In grad mode (double backward), the backward operator itself raises the error that it has no derivative.
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (!at::GradMode::is_enabled()) below.emplace();
-    variable_list results = call(Operators::get().backward, std::move(inputs));
+    variable_list results = call(of.backward, std::move(inputs));
     variable_list gradients;  // of the tensors given, except `first`; undefined for the other arguments of forward()
-    for (size_t i = 0; i < kDifferentiable; ++i)
-      if (saved[i].defined() || i == kValue) gradients.push_back(results[i]);
-    gradients.resize(gradients.size() + saved[kDifferentiable].defined() + 3);
+    for (size_t i = 0; i < of.first; ++i)
+      if (saved[i].defined() || i == of.v) gradients.push_back(results[i]);
+    gradients.resize(gradients.size() + saved[of.first].defined() + 3);
     return gradients;
   }
 };
 
 void differentiable(const c10::OperatorHandle& op, Stack* stack) {
-  const auto given = torch::jit::last(*stack, kTensors + 2);
+  const Operators& of = Operators::get();
+  const auto given = torch::jit::last(*stack, of.end);
   bool any = false;
-  for (const auto& input : given.slice(0, kTensors)) {
+  for (const auto& input : given.slice(0, of.erases)) {
     if (input.isNone()) continue;
     const Tensor& x = input.toTensor();
     any |= x.requires_grad();
@@ -98,13 +102,13 @@ void differentiable(const c10::OperatorHandle& op, Stack* stack) {
     return;
   }
   variable_list all, present;
-  for (const auto& input : given.slice(0, kTensors)) {
+  for (const auto& input : given.slice(0, of.erases)) {
     all.push_back(input.isNone() ? Tensor() : input.toTensor());
     if (all.back().defined()) present.push_back(all.back());
   }
   variable_list others;
-  variable_list results = Differentiable::apply(at::TensorList(present), &all, given[kTensors].toBool(), &others);
-  torch::jit::drop(*stack, kTensors + 2);
+  variable_list results = Differentiable::apply(at::TensorList(present), &all, given[of.erases].toBool(), &others);
+  torch::jit::drop(*stack, of.end);
   for (auto& result : results) stack->emplace_back(std::move(result));
   for (auto& result : others) stack->emplace_back(std::move(result));
 }

@@ -27,8 +27,9 @@ void* memory(const Tensor& x) { return x.defined() ? x.mutable_data_ptr() : null
 struct Device {
   static constexpr at::DeviceType kType = at::kCUDA;
   static constexpr bool kTokensFirst = true;  // so that the heads of a token can be merged without a copy
-  static Taken taken(const Tensor&) { return {}; }
-  static int64_t segments(const Pass& x) {
+  // Kernels read what they keep.
+  static constexpr KernelNeeds kNeeds{.same_dtype = false, .shares_heads = false, .always_rate = true, .always_keeps = true};
+  static int64_t segments(const OperatorCall& x) {
     return x.in.q.scalar_type() == at::kBFloat16 ? segments_of(x.size.H, x.size.L) : 0;
   }
 
@@ -52,7 +53,7 @@ struct Device {
  private:
   // Call f, which returns null or an error message, for q's device and its current stream.
   template <typename F>
-  static void launch(const Pass& x, bool is_backward, F f) {
+  static void launch(const OperatorCall& x, bool is_backward, F f) {
     const c10::DeviceGuard guard(x.in.q.device());
     const Tensor state = contiguous(x.state), first = contiguous(x.first);
     void* const stream = c10::cuda::getCurrentCUDAStream(x.in.q.device().index()).stream();

@@ -217,10 +217,5 @@ variable_list differentiable(const Tensor& projected, const Optional& random, co
 }  // namespace
 }  // namespace fwp::cuda
 
-TORCH_LIBRARY_FRAGMENT(fwp, m) {
-  m.def("map_projection(Tensor projected, Tensor? random, str map, str norm, bool adds, int[] sizes, float[] numbers)"
-        " -> Tensor[]");
-}
-
 TORCH_LIBRARY_IMPL(fwp, CUDA, m) { m.impl("map_projection", &fwp::cuda::map_projection); }
 TORCH_LIBRARY_IMPL(fwp, FWP_AUTOGRAD_KEY, m) { m.impl("map_projection", &fwp::cuda::differentiable); }

@@ -32,34 +32,36 @@ inline Rule rule_of(const Arguments& given) {
   return given.erases ? Rule::delta : Rule::sum;
 }
 
-// The dtypes that a CPU takes: of vectors, where float32 always does for bfloat16, and of rates. Nothing on a
-// GPU, whose kernels take all.
-struct Taken {
-  std::optional<at::ScalarType> vectors, rates;
-
-  bool on_cpu() const { return rates.has_value(); }
-  Tensor ready(const Tensor& x) const {
-    return prepare(x, x.dim() == 3 ? rates : x.scalar_type() == rates ? std::nullopt : vectors);
-  }
+// What the kernels of a device take.
+struct KernelNeeds {
+  bool same_dtype;    // all in the dtype of the state, but for vectors in bfloat16; otherwise any
+  bool shares_heads;  // the head of q and k that several heads share; otherwise copies
+  bool always_rate;   // a rate even where none is given and nothing is erased
+  bool always_keeps;  // memory for what a backward pass needs, even if there is none
 };
 
-// Inputs of the kernels. An absent gate that a kernel needs is one. On a CPU kernels find the head of q and k that a head
-// shares. Otherwise shared heads are copied.
-inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, const Taken& taken) {
-  const auto ready = [&](const Optional& x) { return x ? taken.ready(*x) : Tensor(); };
+// Return x, of a call with this q, as kernels take it.
+inline Tensor ready(const Tensor& x, const Tensor& q, const KernelNeeds& needs) {
+  if (!needs.same_dtype || (x.dim() != 3 && q.scalar_type() == at::kBFloat16)) return prepare(x);
+  return prepare(x, state_type(q));
+}
+
+// Inputs of the kernels. An absent gate that a kernel needs is one.
+inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, const KernelNeeds& needs) {
+  const auto ready = [&](const Optional& x) { return x ? fwp::ready(*x, given.q, needs) : Tensor(); };
   TokenTensors in;
   const auto shared = [&](const Tensor& x) {
-    return taken.on_cpu() || size.Hk == size.H ? x : x.repeat_interleave(size.H / size.Hk, 1);
+    return needs.shares_heads || size.Hk == size.H ? x : x.repeat_interleave(size.H / size.Hk, 1);
   };
   in.q = ready(shared(given.q)), in.k = ready(shared(given.k)), in.v = ready(given.v);
   in.value_decay = ready(given.value_decay);
   in.rate = ready(given.rate);
   // The same number for all tokens.
   const auto ones = [&](at::IntArrayRef sizes) {
-    const auto options = in.q.options().dtype(taken.rates.value_or(in.q.scalar_type()));
+    const auto options = in.q.options().dtype(needs.same_dtype ? state_type(in.q) : in.q.scalar_type());
     return (sizes.size() == 3 ? at::ones({}, options) : at::ones({sizes[3]}, options)).expand(sizes);
   };
-  if (!in.rate.defined() && (given.erases || !taken.on_cpu())) in.rate = ones(size.rates());
+  if (!in.rate.defined() && (given.erases || needs.always_rate)) in.rate = ones(size.rates());
   in.removal_key = ready(given.removal_key), in.removal = ready(given.removal);
   const Rule rule = rule_of(given);
   if (fades_of(rule) == Fades::kNothing) return in;
@@ -75,8 +77,7 @@ inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, const
 using NineTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The gradients of the operator's arguments, from those of the kernels' inputs, where q and k have a gradient for each
-// head that shares them. An operator cannot return an undefined tensor: a tensor of shape (0,) stands for the gradient of
-// an absent argument.
+// head that shares them. That of an absent argument has shape (0,), as in or_nothing().
 inline NineTensors gradients(const Arguments& given, const Sizes& size, const TokenTensors& to, const Tensor& d_initial) {
   const auto of = [&](const Optional& x, const Tensor& gradient) {
     return x ? gradient.to(x->scalar_type()) : at::empty({0}, given.q.options());
@@ -94,19 +95,18 @@ inline NineTensors gradients(const Arguments& given, const Sizes& size, const To
 
 // Inputs and results of the kernels; undefined if a rule does not have them. Results, `retrieved`, `kept` and `segments`
 // are contiguous, except an `out` with tokens first; `state`, `first` and `d_state` may have any strides.
-struct Pass {
+struct OperatorCall {
   const Sizes size;
   const Rule rule;
   const at::ScalarType state_type;
-  const Taken taken;
   const TokenTensors in;
   const Tensor state, first;
   Tensor retrieved, kept, segments;
 
   template <typename Device>
-  Pass(Device, const Arguments& given, const Tensor& values)
+  OperatorCall(Device, const Arguments& given, const Tensor& values)
       : size(checked(given, values, Device::kType)), rule(rule_of(given)), state_type(fwp::state_type(given.q)),
-        taken(Device::taken(given.q)), in(prepare_all(given, size, taken)),
+        in(prepare_all(given, size, Device::kNeeds)),
         state(given.state.value_or(Tensor())), first(given.first.value_or(Tensor())) {}
 
   Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options()); }
@@ -124,13 +124,13 @@ struct Pass {
   }
 };
 
-struct ForwardPass : Pass {
-  using Pass::Pass;
+struct ForwardPass : OperatorCall {
+  using OperatorCall::OperatorCall;
   Tensor out, final;
 };
 
-struct BackwardPass : Pass {
-  using Pass::Pass;
+struct BackwardPass : OperatorCall {
+  using OperatorCall::OperatorCall;
   Tensor d_out, d_state;
   TokenTensors to;
   Tensor d_initial;
@@ -138,7 +138,7 @@ struct BackwardPass : Pass {
 
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `Device` has its type, the dtypes that its kernels take, the number of segments that they may compute in parallel, and run() of
+// `Device` has its type, what its kernels take, the number of segments that they may compute in parallel, and run() of
 // both passes. kTokensFirst: whether out has the heads of a token next to each other. Without `keeps` there is no backward pass.
 template <typename Device>
 FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& decay,
@@ -149,9 +149,9 @@ FiveTensors fast_weights(const Tensor& q, const Tensor& k, const Tensor& v, cons
   const Sizes& size = pass.size;
   pass.out = Device::kTokensFirst ? pass.empty({size.B, size.L, size.H, size.Dv}).transpose(1, 2) : pass.empty(size.values());
   pass.final = pass.empty_in_state_type(size.state());
-  keeps |= !pass.taken.on_cpu();  // kernels on a GPU read what they keep
+  keeps |= Device::kNeeds.always_keeps;
   if (keeps && given.retrieves()) pass.retrieved = pass.empty_in_state_type(size.values());
-  if (keeps && given.keeps_states()) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
+  if (keeps && keeps_states(pass.rule)) pass.kept = pass.empty_in_state_type(pass.kept_sizes());
   pass.segments = pass.empty_in_state_type(pass.segments_sizes(Device::segments(pass)));
   Device::run(pass);
   return {pass.out.to(q.scalar_type()), pass.final, or_nothing(pass.retrieved, pass.final), or_nothing(pass.kept, pass.final),
@@ -169,17 +169,17 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
   BackwardPass pass(Device{}, given, v ? *v : retrieved);
   const Sizes& size = pass.size;
   if (given.retrieves()) check("retrieved", retrieved, size.values(), pass.state_type, q.device());
-  if (given.keeps_states()) check("kept", kept, pass.kept_sizes(), pass.state_type, q.device());
+  if (keeps_states(pass.rule)) check("kept", kept, pass.kept_sizes(), pass.state_type, q.device());
   check("segments", segments, pass.segments_sizes(Device::segments(pass)), pass.state_type, q.device());
   check("grad_out", grad_out, size.values(), q.scalar_type(), q.device());
   check("grad_state", grad_state, size.state(), pass.state_type, q.device());
   if (given.retrieves()) pass.retrieved = retrieved.contiguous();
-  if (given.keeps_states()) pass.kept = kept.contiguous();
+  if (keeps_states(pass.rule)) pass.kept = kept.contiguous();
   pass.segments = segments.contiguous();
-  if (grad_out) pass.d_out = pass.taken.ready(*grad_out);
+  if (grad_out) pass.d_out = ready(*grad_out, q, Device::kNeeds);
   if (grad_state) pass.d_state = *grad_state;
   pass.to = pass.in.map([](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), x.options()) : Tensor(); });
-  const bool summed = pass.taken.on_cpu() && size.Hk != size.H;  // over the heads that share a key, then rounded
+  const bool summed = Device::kNeeds.shares_heads && size.Hk != size.H;  // over the heads that share a key, then rounded
   for (Tensor* x : {&pass.to.q, &pass.to.k}) *x = summed ? pass.empty_in_state_type(size.keys()) : pass.empty(size.keys());
   pass.to.v = pass.empty(size.values());
   if (!rate && !erases) pass.to.rate = Tensor();  // nobody wants it

@@ -39,12 +39,15 @@ class ForgetTiles {
       *x = take(scratch, steps_ * kProductSide, round_up(values, kColumns));
     for (Tokens<float>* x : {&first_out_, &first_error_}) *x = take(scratch, 1, round_up(values, kColumns));
     for (Tokens<float>* x : {&total_, &d_total_}) *x = take(scratch, 1, steps_ * kProductSide);
-    for (FactorTile** x : {&key_, &query_, &key_by_token_, &key_of_token_, &query_of_token_, &key_by_dim_, &query_by_dim_})
-      *x = take_tiles(scratch, 2 * steps_);
+    if constexpr (kByKey)
+      for (Parts* x : {&query_, &key_, &last_key_}) *x = take_parts(scratch, 2 * steps_);
+    else
+      for (FactorTile** x : {&query_, &key_, &last_key_, &key_by_token_, &query_of_token_, &key_by_dim_, &query_by_dim_})
+        *x = take_tiles(scratch, 2 * steps_);
     for (Parts* x : {&inverse_, &scores_, &left_, &rest_, &write_, &last_, &erased_, &by_column_})
       *x = take_parts(scratch, 2);
     of_state_ = take_parts(scratch, 2 * steps_);
-    for (float** x : {&with_key_, &with_query_, &faded_, &solved_, &found_, &read_, &error_, &d_read_, &d_error_, &d_found_,
+    for (float** x : {&with_key_, &with_query_, &faded_, &solved_, &product_, &read_, &error_, &d_read_, &d_error_, &d_found_,
                       &d_write_, &d_with_key_, &d_with_query_, &turned_})
       *x = take_blocks(scratch, 1);
     for (float** x : {&from_read_, &from_found_, &from_write_}) *x = take_blocks(scratch, steps_);
@@ -109,6 +112,7 @@ class ForgetTiles {
   struct Parts {
     FactorTile *high, *low;
   };
+  using Left = std::conditional_t<kByKey, Parts, FactorTile*>;  // of tokens: exact, or in parts
   using Halves = std::array<BackwardChunk, 2>;              // of a chunk with decays by key, without values
   using Row = Group<float, kTileSide / kLanes<float>>;      // of a tile
   using Line = Group<float, kProductSide / kLanes<float>>;  // of a block of 32 x 32 numbers
@@ -126,14 +130,14 @@ class ForgetTiles {
   Tokens<const float> before_;                      // on the way back: W, where it is kept
   Tokens<float> first_out_, first_error_;           // the first token's results
   Tokens<float> total_, d_total_;                   // by key: c_C and its gradient, by head in the first number
-  FactorTile *key_, *query_, *key_by_token_;            // K and Q as left factors, K^T as a right one
-  FactorTile *key_of_token_, *query_of_token_;          // K^T and Q^T on the left
-  FactorTile *key_by_dim_, *query_by_dim_;              // K and Q on the right
+  Left query_, key_, last_key_;                         // Q, K and K^T on the left; by key, of c Q, c K and w K
+  FactorTile *key_by_token_, *query_of_token_;          // by head: K^T on the right, Q^T on the left
+  FactorTile *key_by_dim_, *query_by_dim_;              // by head: K and Q on the right
   Parts inverse_, scores_;                              // (I + A b)^-1 and P, on the left; their transposes on the way back
   Parts of_state_, rest_, write_, last_;                // a panel of W, V - c K W, U, w U, on the right
   Parts left_, erased_, by_column_;                     // only on the way back
   float *with_key_, *with_query_, *faded_, *solved_;    // K K^T, Q K^T, F, (I + A b)^-1
-  float *found_, *read_, *error_;                       // K W; Q W, later out; E
+  float *product_, *read_, *error_;                     // of the last factors; Q W, later out; E
   float *d_read_, *d_error_, *d_found_, *d_write_, *d_with_key_, *d_with_query_, *turned_;
   float *from_read_, *from_found_, *from_write_;        // blocks of d_out W^T, -d_E W^T and U G'^T
   float so_far_[kTokens], weight_[kTokens], rate_[kTokens];  // c_t, w_t, b_t
@@ -282,28 +286,30 @@ class ForgetTiles {
   // sums (+)= the product of two factors of 32 x 32 numbers.
   template <typename Left, typename Right>
   void add_product(const Left& left, const Right& right, bool begun, float* sums) const {
-    multiply(left, right, 1, begun ? found_ : sums);
-    if (begun) add(found_, sums);
+    multiply(left, right, 1, begun ? product_ : sums);
+    if (begun) add(product_, sums);
   }
 
   // Everything that needs queries, keys, decays and rates only, of the first tokens of the chunk.
   void prepare(int64_t count) {
     if constexpr (kByKey) {
       Halves half = halves();
-      return prepare_by_key(count, half, false);
+      prepare_by_key(count, half, false);
+    } else {
+      copy_tokens(in_.q, count, query_);
+      copy_tokens(in_.k, count, key_);
+      turn(key_, 2 * steps_, key_by_token_);
+      pair_tokens(key_by_token_, last_key_);
+      const TileFactors of_query[] = {{query_, key_by_token_}}, of_key[] = {{key_, key_by_token_}};
+      unit_->multiply(of_query, 1, steps_, with_query_);
+      if constexpr (kErases) unit_->multiply(of_key, 1, steps_, with_key_);
+      fade(count, Vector<float>{});
     }
-    copy_tokens(in_.q, count, query_);
-    copy_tokens(in_.k, count, key_);
-    turn(key_, 2 * steps_, key_by_token_);
-    pair_tokens(key_by_token_, key_of_token_);
-    const TileFactors of_query[] = {{query_, key_by_token_}}, of_key[] = {{key_, key_by_token_}};
-    unit_->multiply(of_query, 1, steps_, with_query_);
-    if constexpr (kErases) unit_->multiply(of_key, 1, steps_, with_key_);
-    fade(count, Vector<float>{});
   }
 
-  // Some dimensions of a left factor in parts.
+  // Some dimensions of a left factor.
   static Parts of_block(const Parts& x, int64_t tiles) { return {x.high + tiles, x.low + tiles}; }
+  static FactorTile* of_block(FactorTile* x, int64_t tiles) { return x + tiles; }
 
   static int64_t half_size(int64_t keys) { return BackwardChunk::scratch_size(keys, 0); }
   Halves halves() const { return {{{keys_, 0, for_chunk_}, {keys_, 0, for_chunk_ + half_size(keys_)}}}; }
@@ -311,22 +317,25 @@ class ForgetTiles {
   static int64_t in_blocks(int64_t t, int64_t i) { return i / kProductSide * kBlock + t * kProductSide + i % kProductSide; }
 
   // The same for decays by key: scores of ForgetChunk, queries and keys after the decays before them, and keys after those that
-  // follow. None is exact, and their memory is that of exact ones, and of the backward pass. The forward pass reads the state
-  // with the first two and changes it with the last; the backward pass changes and reads its gradient the other way around.
+  // follow, none of which is exact. The forward pass reads the state with the first two and changes it with the last; the
+  // backward pass changes and reads its gradient the other way around.
   void prepare_by_key(int64_t count, Halves& half, bool backward) {
     const int64_t halves = count > kChunkTokens ? 2 : 1;
     for (float* x : {with_query_, with_key_}) std::memset(x, 0, kBlock * sizeof(float));
     if (count < kTokens || keys_ % kProductSide)
       for (float* x : {from_read_, from_found_, from_write_}) std::memset(x, 0, steps_ * kBlock * sizeof(float));
-    for (int64_t h = 0; h < halves; ++h) half[h].begin(count - h * kChunkTokens), half[h].prepare(in_, start_ + h * kChunkTokens);
-    const float* const total[] = {half[0].total_[0], halves == 2 ? half[1].total_[0] : nullptr};
+    for (int64_t h = 0; h < halves; ++h) {
+      half[h].chunk.begin(count - h * kChunkTokens);
+      half[h].chunk.prepare(in_, start_ + h * kChunkTokens);
+    }
+    const float* const total[] = {half[0].chunk.total[0], halves == 2 ? half[1].chunk.total[0] : nullptr};
     for (int64_t i = 0; i < steps_ * kProductSide; ++i)
       total_[0][i] = i < keys_ ? total[0][i] * (total[1] ? total[1][i] : 1) : 1;
     for (int64_t h = 0; h < halves; ++h) {
-      const auto& writer = half[h].writer_[0];
+      const auto& writer = half[h].chunk.writer[0];
       const int64_t first = h * kChunkTokens;
       const auto put = [&](Tokens<float> x, const float* factor, float* blocks) {
-        for (int64_t t = 0; t < half[h].count_; ++t)
+        for (int64_t t = 0; t < half[h].chunk.count; ++t)
           for (int64_t i = 0; i < keys_; i += kLanes<float>) {
             const Vector<float> own = fwp::load(x[t] + i);
             fwp::store(blocks + in_blocks(first + t, i), factor ? own * fwp::load(factor + i) : own);
@@ -334,13 +343,13 @@ class ForgetTiles {
       };
       const auto put_scores = [&](Tokens<float> seen, Tokens<float> scores, int64_t own, float* block) {
         const Tokens<float> to{block + first * kTokens, kTokens};
-        if (h) multiply_rows(constant(seen), half[0].writer_[0].key_at_end, half[1].rows_, kChunkTokens, keys_, to);
-        for (int64_t t = 0; t < half[h].count_; ++t) std::memcpy(to[t] + first, scores[t], (t + own) * sizeof(float));
+        if (h) multiply_rows(constant(seen), half[0].chunk.writer[0].key_at_end, half[1].chunk.rows, kChunkTokens, keys_, to);
+        for (int64_t t = 0; t < half[h].chunk.count; ++t) std::memcpy(to[t] + first, scores[t], (t + own) * sizeof(float));
       };
-      put_scores(half[h].seen_query_, writer.with_query, 1, with_query_);
-      if constexpr (kErases) put_scores(half[h].seen_reader_, writer.with_reader, 0, with_key_);
-      put(half[h].seen_query_, h ? total[0] : nullptr, from_read_);
-      if constexpr (kErases) put(half[h].seen_reader_, h ? total[0] : nullptr, from_found_);
+      put_scores(half[h].chunk.seen_query, writer.with_query, 1, with_query_);
+      if constexpr (kErases) put_scores(half[h].chunk.seen_reader, writer.with_reader, 0, with_key_);
+      put(half[h].chunk.seen_query, h ? total[0] : nullptr, from_read_);
+      if constexpr (kErases) put(half[h].chunk.seen_reader, h ? total[0] : nullptr, from_found_);
       put(writer.key_at_end, h ? nullptr : total[1], from_write_);
     }
     Vector<float> bad = {};
@@ -355,14 +364,11 @@ class ForgetTiles {
         }
       }
     };
-    split_blocks(from_read_, seen_query(), !backward);
-    if constexpr (kErases) split_blocks(from_found_, seen_key(), !backward);
-    split_blocks(from_write_, last_key(), backward);
+    split_blocks(from_read_, query_, !backward);
+    if constexpr (kErases) split_blocks(from_found_, key_, !backward);
+    split_blocks(from_write_, last_key_, backward);
     fade(count, bad);
   }
-  Parts seen_query() const { return {query_, query_by_dim_}; }
-  Parts seen_key() const { return {key_, key_by_dim_}; }
-  Parts last_key() const { return {key_of_token_, query_of_token_}; }
 
   // The chunk's queries or keys as a left factor.
   void copy_tokens(const Stored<float>& x, int64_t count, FactorTile* to) const {
@@ -458,31 +464,25 @@ class ForgetTiles {
   bool compute(int64_t j, int64_t count) {
     Vector<float> bad = {};
     split_state(state_, j, of_state_, bad);
-    if constexpr (kByKey)
-      multiply(seen_query(), of_state_, steps_, read_);
-    else
-      multiply(query_, of_state_, steps_, read_);
+    multiply(query_, of_state_, steps_, read_);
     read_block(in_.v.from(j), start_, count, columns_from(j), error_);
     if constexpr (kErases) {
-      if constexpr (kByKey)
-        multiply(seen_key(), of_state_, steps_, found_);
-      else
-        multiply(key_, of_state_, steps_, found_);
+      multiply(key_, of_state_, steps_, product_);
       for (int64_t t = 0; t < count; ++t) {
         Line rest = line(error_ + t * kColumns);
-        rest.subtract(so_far_[t], line(found_ + t * kColumns));
+        rest.subtract(so_far_[t], line(product_ + t * kColumns));
         rest.store_to(error_ + t * kColumns, kColumns);
       }
       split_right(error_, rest_, bad);
       multiply(inverse_, rest_, 1, error_);
     }
-    scale(rate_, error_, found_);
-    split_right(found_, write_, bad);
-    scale(weight_, found_, found_);
-    split_right(found_, last_, bad);
-    multiply(scores_, write_, 1, found_);
+    scale(rate_, error_, product_);
+    split_right(product_, write_, bad);
+    scale(weight_, product_, product_);
+    split_right(product_, last_, bad);
+    multiply(scores_, write_, 1, product_);
     for (int64_t t = 0; t < kTokens; ++t) {
-      Line read = line(found_ + t * kColumns);
+      Line read = line(product_ + t * kColumns);
       read.add(so_far_[t], line(read_ + t * kColumns));
       FWP_UNROLL for (int n = 0; n < kVectors; ++n) bad += read.x[n] * 0.0f;
       read.store_to(read_ + t * kColumns, kColumns);
@@ -499,17 +499,14 @@ class ForgetTiles {
         retrieved.write_from(t ? error_ + t * kColumns : first_error_[0] + j, start_ + t, columns_from(j));
     }
     for (int64_t i = 0; i < steps_; ++i) {
-      if constexpr (kByKey)
-        multiply(of_block(last_key(), 2 * i), last_, 1, found_);
-      else
-        multiply(key_of_token_ + 2 * i, last_, 1, found_);
+      multiply(of_block(last_key_, 2 * i), last_, 1, product_);
       change_state(i, j, state_, state_);
     }
   }
-  // The rows of block i of a state: c_C times those before, and the block found_.
+  // The rows of block i of a state: c_C times those before, and the product.
   void change_state(int64_t i, int64_t j, Tokens<float> before, Tokens<float> after) const {
     for (int64_t r = 0; r < kProductSide; ++r) {
-      Line x = line(found_ + r * kColumns);
+      Line x = line(product_ + r * kColumns);
       x.add(kByKey ? total_[0][i * kProductSide + r] : so_far_[kTokens - 1], line(before[i * kProductSide + r] + j));
       x.store_to(after[i * kProductSide + r] + j, kColumns);
     }
@@ -533,13 +530,13 @@ class ForgetTiles {
     transpose(Tokens<float>{x, kProductSide}, kProductSide, kProductSide, Tokens<float>{to, kProductSide});
   }
 
-  // to = the block found_, of some dimensions from i on.
+  // to = the product, of some dimensions from i on.
   void write_block(const Stored<float>& to, int64_t i, int64_t count, Vector<float>& bad) const {
     const Stored<float> columns = to.from(i * kProductSide);
     for (int64_t t = 0; t < count; ++t) {
-      const Line x = line(found_ + t * kProductSide);
+      const Line x = line(product_ + t * kProductSide);
       FWP_UNROLL for (int n = 0; n < kVectors; ++n) bad += x.x[n] * 0.0f;
-      columns.write_from(found_ + t * kProductSide, t, std::min(kProductSide, keys_ - i * kProductSide));
+      columns.write_from(product_ + t * kProductSide, t, std::min(kProductSide, keys_ - i * kProductSide));
     }
   }
 
@@ -557,7 +554,7 @@ class ForgetTiles {
       turn(query_, 2 * steps_, query_by_dim_);
       pair_tokens(query_by_dim_, query_of_token_);
       turn(query_of_token_, 2 * steps_, query_by_dim_);
-      turn(key_of_token_, 2 * steps_, key_by_dim_);
+      turn(last_key_, 2 * steps_, key_by_dim_);
       differentiate_panels(count, retrieved, d_out, to, bad);
       differentiate_queries(count, to, bad);
       differentiate_keys(count, to, bad);
@@ -575,11 +572,11 @@ class ForgetTiles {
   // tokens have seen of the state, and c_C.
   void differentiate_panels(int64_t count, Tokens<const float> retrieved, const Stored<float>& d_out, const Gradients& to,
                             Vector<float>& bad) {
-    fade_block(with_query_, false, found_);
-    split_turned(found_, scores_, bad);
+    fade_block(with_query_, false, product_);
+    split_turned(product_, scores_, bad);
     if constexpr (kErases) {
-      fade_block(with_key_, true, found_);
-      split_turned(found_, left_, bad);
+      fade_block(with_key_, true, product_);
+      split_turned(product_, left_, bad);
       split_turned(solved_, inverse_, bad);
     }
     std::memset(d_total_.data, 0, steps_ * kProductSide * sizeof(float));
@@ -601,23 +598,23 @@ class ForgetTiles {
                             const Gradients& to, Vector<float>& bad) {
     split_state(gradient_, j, of_state_, bad);
     if constexpr (kByKey)
-      multiply(last_key(), of_state_, steps_, d_write_);
+      multiply(last_key_, of_state_, steps_, d_write_);
     else
       multiply(key_, of_state_, steps_, d_write_);
     scale(weight_, d_write_, d_write_);
     read_block(d_out.from(j), 0, count, columns_from(j), d_read_);
     split_right(d_read_, rest_, bad);
-    multiply(scores_, rest_.high, 1, found_);
-    add(found_, d_write_);
+    multiply(scores_, rest_.high, 1, product_);
+    add(product_, d_write_);
     if constexpr (kErases) {
       read_block(retrieved.from(j), 0, count, columns_from(j), error_);
-      scale(rate_, d_write_, found_);
-      split_right(found_, rest_, bad);
+      scale(rate_, d_write_, product_);
+      split_right(product_, rest_, bad);
       multiply(inverse_, rest_, 1, d_error_);
       for (int64_t n = 0; n < kBlock; ++n) d_found_[n] = -d_error_[n];
       split_right(d_found_, rest_, bad);
-      multiply(left_, rest_, 1, found_);
-      add(found_, d_write_);
+      multiply(left_, rest_, 1, product_);
+      add(product_, d_write_);
     } else {
       read_block(in_.v.from(j), start_, count, columns_from(j), error_);
       scale(rate_, d_write_, d_error_);
@@ -630,8 +627,8 @@ class ForgetTiles {
 
   // The gradients of scores, without their decays. The parts of U, d_out and -d_E stay.
   void differentiate_scores(int64_t j, Vector<float>& bad) {
-    scale(rate_, error_, found_);
-    split_left(found_, kColumns, write_, bad);
+    scale(rate_, error_, product_);
+    split_left(product_, kColumns, write_, bad);
     turn(write_, 2, last_);
     split_left(d_read_, kColumns, rest_, bad);
     add_product(rest_.high, last_, j > 0, d_with_query_);
@@ -659,22 +656,22 @@ class ForgetTiles {
 
   // From the gradient of the state after the chunk to that of the state before it.
   void change_gradient(int64_t j, Vector<float>& bad) {
-    scale(so_far_, d_read_, found_);
-    split_right(found_, rest_, bad);
+    scale(so_far_, d_read_, product_);
+    split_right(product_, rest_, bad);
     if constexpr (kErases) {
-      scale(so_far_, d_found_, found_);
-      split_right(found_, last_, bad);
+      scale(so_far_, d_found_, product_);
+      split_right(product_, last_, bad);
     }
     for (int64_t i = 0; i < steps_; ++i) {
       if constexpr (kByKey) {
-        const Parts query = of_block(seen_query(), 2 * i), key = of_block(seen_key(), 2 * i);
+        const Parts query = of_block(query_, 2 * i), key = of_block(key_, 2 * i);
         const TileFactors factors[] = {{query.low, rest_.high}, {query.high, rest_.high},  // d_out is exact
                                        {key.low, last_.high},   {key.high, last_.low},     {key.high, last_.high}};
-        unit_->multiply(factors, kErases ? 5 : 2, 1, found_);
+        unit_->multiply(factors, kErases ? 5 : 2, 1, product_);
       } else {
-        const FactorTile *query = query_of_token_ + 2 * i, *key = key_of_token_ + 2 * i;
+        const FactorTile *query = query_of_token_ + 2 * i, *key = last_key_ + 2 * i;
         const TileFactors factors[] = {{query, rest_.low}, {query, rest_.high}, {key, last_.low}, {key, last_.high}};
-        unit_->multiply(factors, kErases ? 4 : 2, 1, found_);
+        unit_->multiply(factors, kErases ? 4 : 2, 1, product_);
       }
       change_state(i, j, gradient_, next_gradient_);
     }
@@ -689,8 +686,8 @@ class ForgetTiles {
       float* const from_read = from_read_ + i * kBlock;
       read_block(in_.q.from(i * kProductSide), start_, count, std::min(kProductSide, keys_ - i * kProductSide), error_);
       for (int64_t t = 0; t < count; ++t) d_so_far_[t] += dot(error_ + t * kProductSide, from_read + t * kProductSide);
-      multiply(left_, key_by_dim_ + 2 * i, 1, found_);
-      add(so_far_, from_read, found_);
+      multiply(left_, key_by_dim_ + 2 * i, 1, product_);
+      add(so_far_, from_read, product_);
       write_block(to.q, i, count, bad);
     }
   }
@@ -712,9 +709,9 @@ class ForgetTiles {
       }
       const FactorTile *query = query_by_dim_ + 2 * i, *key = key_by_dim_ + 2 * i;
       const TileFactors factors[] = {{left_.low, query}, {left_.high, query}, {erased_.low, key}, {erased_.high, key}};
-      unit_->multiply(factors, kErases ? 4 : 2, 1, found_);
-      add(weight_, from_write, found_);
-      if constexpr (kErases) add(so_far_, from_found, found_);
+      unit_->multiply(factors, kErases ? 4 : 2, 1, product_);
+      add(weight_, from_write, product_);
+      if constexpr (kErases) add(so_far_, from_found, product_);
       write_block(to.k, i, count, bad);
     }
   }
@@ -748,42 +745,42 @@ class ForgetTiles {
     for (int64_t h = 0; h < halves; ++h)
       for (int64_t i = 0; i < keys_; i += kLanes<float>) {
         const Vector<float> d_total = fwp::load(d_total_[0] + i);
-        fwp::store(half[h].d_total_[0] + i, halves == 2 ? d_total * fwp::load(half[1 - h].total_[0] + i) : d_total);
+        fwp::store(half[h].d_total[0] + i, halves == 2 ? d_total * fwp::load(half[1 - h].chunk.total[0] + i) : d_total);
       }
     for (int64_t h = 0; h < halves; ++h) {
-      auto& d_writer = half[h].d_writer_[0];
+      auto& d_writer = half[h].d_writer[0];
       const int64_t first = h * kChunkTokens, corner = first * (kTokens + 1);
       d_writer.with_query = {d_with_query_ + corner, kTokens}, d_writer.with_reader = {d_with_key_ + corner, kTokens};
       const auto take_from = [&](const float* blocks, Tokens<float> own, bool fades_in_other, Tokens<float> d_own) {
-        for (int64_t t = 0; t < half[h].rows_; ++t)
+        for (int64_t t = 0; t < half[h].chunk.rows; ++t)
           for (int64_t i = 0; i < keys_; i += kLanes<float>) {
             Vector<float> gradient = fwp::load(blocks + in_blocks(first + t, i));
             if (fades_in_other) {
-              float* const d_total = half[1 - h].d_total_[0] + i;
+              float* const d_total = half[1 - h].d_total[0] + i;
               fwp::store(d_total, fwp::load(d_total) + gradient * fwp::load(own[t] + i));
-              gradient *= fwp::load(half[1 - h].total_[0] + i);
+              gradient *= fwp::load(half[1 - h].chunk.total[0] + i);
             }
             fwp::store(d_own[t] + i, gradient);
           }
       };
-      take_from(from_read_, half[h].seen_query_, h > 0, half[h].d_seen_query_);
-      if constexpr (kErases) take_from(from_found_, half[h].seen_reader_, h > 0, half[h].d_seen_reader_);
-      take_from(from_write_, half[h].writer_[0].key_at_end, h + 1 < halves, d_writer.key_at_end);
+      take_from(from_read_, half[h].chunk.seen_query, h > 0, half[h].d_seen_query);
+      if constexpr (kErases) take_from(from_found_, half[h].chunk.seen_reader, h > 0, half[h].d_seen_reader);
+      take_from(from_write_, half[h].chunk.writer[0].key_at_end, h + 1 < halves, d_writer.key_at_end);
     }
     if (halves == 2) {
-      const Tokens<float> key_at_end = half[0].writer_[0].key_at_end, d_key_at_end = half[0].d_writer_[0].key_at_end;
+      const Tokens<float> key_at_end = half[0].chunk.writer[0].key_at_end, d_key_at_end = half[0].d_writer[0].key_at_end;
       const auto differentiate_seen = [&](const float* d_scores, Tokens<float> seen, Tokens<float> d_seen) {
         const float* const between = d_scores + kChunkTokens * kTokens;
-        add_rows(between, 1, kTokens, constant(key_at_end), kChunkTokens, d_seen, half[1].rows_);
-        add_rows(between, kTokens, 1, constant(seen), half[1].rows_, d_key_at_end, kChunkTokens);
+        add_rows(between, 1, kTokens, constant(key_at_end), kChunkTokens, d_seen, half[1].chunk.rows);
+        add_rows(between, kTokens, 1, constant(seen), half[1].chunk.rows, d_key_at_end, kChunkTokens);
       };
-      differentiate_seen(d_with_query_, half[1].seen_query_, half[1].d_seen_query_);
-      if constexpr (kErases) differentiate_seen(d_with_key_, half[1].seen_reader_, half[1].d_seen_reader_);
+      differentiate_seen(d_with_query_, half[1].chunk.seen_query, half[1].d_seen_query);
+      if constexpr (kErases) differentiate_seen(d_with_key_, half[1].chunk.seen_reader, half[1].d_seen_reader);
     }
     for (int64_t h = 0; h < halves; ++h) {
       half[h].differentiate_keys(h * kChunkTokens, to);
-      for (int64_t t = 0; t < half[h].count_; ++t)
-        for (const float* x : {half[h].d_query_[t], half[h].d_writer_[0].key[t], half[h].d_fade_[t]})
+      for (int64_t t = 0; t < half[h].chunk.count; ++t)
+        for (const float* x : {half[h].d_query[t], half[h].d_writer[0].key[t], half[h].d_fade[t]})
           bad += 0 * BackwardChunk::sum_of(x, keys_);
     }
   }

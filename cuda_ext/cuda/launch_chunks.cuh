@@ -316,8 +316,6 @@ inline ScanSize values_as_keys(ScanSize size) {
   return size;
 }
 
-constexpr bool keeps_states(Rule rule) { return fades_of(rule) != Fades::kNothing; }
-
 // Device memory in bytes, and its parts.
 template <Rule kRule, int kIn>
 struct KeyMemory {

@@ -42,16 +42,22 @@ class Context(Protocol):
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
-def define(name: str, schema: str) -> Callable[[Callable[..., object]], OpOverload]:
-    """Define the operator fwp::name, which calls the decorated function on devices without a kernel.
+def declare(name: str, schema: str) -> OpOverload:
+    """Declare the operator fwp::name, which libraries of kernels compute.
 
     The first call of an operator of torch.library.custom_op imports the compiler, which takes a second.
     """
+    torch.library.define(f"fwp::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    operator: OpOverload = getattr(torch.ops.fwp, name).default
+    return operator
+
+
+def define(name: str, schema: str) -> Callable[[Callable[..., object]], OpOverload]:
+    """Declare the operator fwp::name, which calls the decorated function on devices without a kernel."""
 
     def add(function: Callable[..., object]) -> OpOverload:
-        torch.library.define(f"fwp::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+        operator = declare(name, schema)
         torch.library.impl(f"fwp::{name}", "default", function)
-        operator: OpOverload = getattr(torch.ops.fwp, name).default
         update_wrapper(operator, function, assigned=("__doc__",), updated=())
         return operator
 

@@ -8,19 +8,23 @@ the definition (``modules/attention/fast_weight.py``).
 import itertools
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .arguments import DTYPES, state_dtype
 from .kernels import self_check
 from .kernels.backend import GREATEST_SIZE
-from .operator import suits_kernel
+from .operator import declare, suits_kernel
 
 DEVICE = "cuda"
 NAME, INSTEAD = "map_projection", "PyTorch computes the same"  # for the check before the first use
 MOST_PARTS = 4  # kMostParts and kMostRandomNumbers of cuda_ext/cuda/projection.h
 MOST_RANDOM_NUMBERS = 8192
 ACTIVATIONS = ("none", "sigmoid", "silu")  # Activation there
+
+_compute = declare(
+    "map_projection",
+    "(Tensor projected, Tensor? random, str map, str norm, bool adds, int[] sizes, float[] numbers) -> Tensor[]",
+)
 
 
 class Part(NamedTuple):
@@ -84,7 +88,5 @@ def map_projection(projected: Tensor, layout: Layout, random: Tensor | None = No
         *(part.factor for part in layout.parts),
     ]
     random = None if random is None else random.to(state_dtype(projected.dtype))
-    found: list[Tensor] = torch.ops.fwp.map_projection(
-        projected, random, layout.map, layout.norm, layout.adds, sizes, numbers
-    )
+    found: list[Tensor] = _compute(projected, random, layout.map, layout.norm, layout.adds, sizes, numbers)
     return found

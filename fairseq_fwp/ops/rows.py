@@ -14,11 +14,17 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .arguments import at_least_float32, expect_shape, state_dtype
-from .operator import differentiate_definition, suits_kernel
+from .operator import declare, differentiate_definition, suits_kernel
 
 Opening: TypeAlias = Callable[[Tensor], Tensor]
 OPENINGS: dict[Opening, str] = {F.silu: "silu", torch.sigmoid: "sigmoid"}  # those that kernels know, with their names
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+_forward_silu = declare("gated_silu", "(Tensor x) -> Tensor")
+_backward_silu = declare("gated_silu_backward", "(Tensor x, Tensor grad_out) -> Tensor")
+_ARGUMENTS = "Tensor x, Tensor? weight, Tensor? gate, str opening, float factor, float epsilon"
+_forward_rows = declare("normalize_rows", f"({_ARGUMENTS}) -> Tensor")
+_backward_rows = declare("normalize_rows_backward", f"({_ARGUMENTS}, Tensor grad_out) -> (Tensor, Tensor, Tensor)")
 
 
 def gated_silu(x: Tensor) -> Tensor:
@@ -108,7 +114,7 @@ class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        out: Tensor = torch.ops.fwp.gated_silu(x)
+        out: Tensor = _forward_silu(x)
         return out
 
     @staticmethod
@@ -117,7 +123,7 @@ class _GatedSilu(torch.autograd.Function):
         if torch.is_grad_enabled():
             (d_x,) = differentiate_definition(_define_gated_silu, (x,), (True,), grad)
         else:
-            d_x = torch.ops.fwp.gated_silu_backward(x, grad.contiguous())
+            d_x = _backward_silu(x, grad.contiguous())
         return d_x
 
 
@@ -130,7 +136,7 @@ class _NormalizedRows(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, gate)
         ctx.opening, ctx.factor, ctx.epsilon = opening, factor, epsilon
-        out: Tensor = torch.ops.fwp.normalize_rows(x, weight, gate, OPENINGS[opening], factor, epsilon)
+        out: Tensor = _forward_rows(x, weight, gate, OPENINGS[opening], factor, epsilon)
         return out
 
     @staticmethod
@@ -142,6 +148,6 @@ class _NormalizedRows(torch.autograd.Function):
             gradients = differentiate_definition(define, tensors, ctx.needs_input_grad[:3], grad)
         else:
             settings = OPENINGS[opening], factor, epsilon
-            computed = torch.ops.fwp.normalize_rows_backward(x, weight, gate, *settings, grad.contiguous())
+            computed = _backward_rows(x, weight, gate, *settings, grad.contiguous())
             gradients = [d_y if y is not None else None for d_y, y in zip(computed, tensors, strict=True)]
         return *gradients, None, None, None

@@ -33,7 +33,7 @@ class Copies {
     used_ = 0;
     std::vector<std::pair<View, View>> results;
     const auto replace = [&](View& x, bool is_result) {
-      if (x.item != sizeof(BFloat16)) return;
+      if (x.number_bytes != sizeof(BFloat16)) return;
       const View copy = copy_of(x);
       if (is_result)
         results.emplace_back(x, copy);

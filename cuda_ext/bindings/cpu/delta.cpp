@@ -11,7 +11,7 @@ namespace {
 
 // The tokens in quadratic form, which start without a state.
 void forward_start(const Forward& pass) {
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const Heads<const Real> q(pass.in.q), k(pass.in.k), v(pass.in.v), rate(pass.in.rate);
     const Heads<Real> out(pass.out), error(pass.retrieved), final(pass.final);
     for_short_heads<DeltaShort<Real>>(pass.size, [&](int64_t h, DeltaShort<Real>& rule) {
@@ -22,7 +22,7 @@ void forward_start(const Forward& pass) {
 
 // Write the state after these tokens to `state`.
 void rebuild_state(const Backward& pass, const View& state) {
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const Heads<const Real> k(pass.in.k), rate(pass.in.rate), error(pass.retrieved);
     const Heads<Real> after(state);
     for_short_heads<DeltaShort<Real>>(pass.size, [&](int64_t h, DeltaShort<Real>& rule) {
@@ -32,7 +32,7 @@ void rebuild_state(const Backward& pass, const View& state) {
 }
 
 void backward_start(const Backward& pass) {
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const Heads<const Real> q(pass.in.q), k(pass.in.k), rate(pass.in.rate), error(pass.retrieved);
     const Heads<const Real> d_out(pass.d_out), d_final(pass.d_final);
     const Heads<Real> d_q(pass.to.q), d_k(pass.to.k), d_v(pass.to.v), d_rate(pass.to.rate);
@@ -48,7 +48,7 @@ void backward_start(const Backward& pass) {
 // `final` may be the same tensor as `initial`.
 void forward_scan(const Forward& pass) {
   const Lengths& size = pass.size;
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const Heads<const Real> q(pass.in.q), k(pass.in.k), v(pass.in.v), rate(pass.in.rate), initial(pass.initial);
     const Heads<Real> out(pass.out), final(pass.final), error(pass.retrieved);
     for_blocks<Real>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, Real* work) {
@@ -94,7 +94,7 @@ void forward_scan(const Forward& pass) {
 void backward_scan(const Backward& pass) {
   const Lengths& size = pass.size;
   const int64_t L = size.L;
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     // The width of a block decides the order in which d_k is summed. So it must not depend on the number of threads.
     const int64_t vectors = block_vectors<Real>(size.Dk, size.Dv, 4), width = vectors * kLanes<Real>;
     const SharedHeads shared(size, size.Dv, width);
@@ -205,7 +205,7 @@ void backward<Rule::delta>(const Backward& pass) {
   // The state between the start and the rest, and its gradient.
   View middle, d_middle = pass.d_final;
   if (start < L) {
-    middle = empty(pass.size.state(), pass.item), d_middle = empty(pass.size.state(), pass.item);
+    middle = empty(pass.size.state(), pass.number_bytes), d_middle = empty(pass.size.state(), pass.number_bytes);
     rebuild_state(pass.part(0, start, View(), View(), View()), middle);
     backward_scan(pass.part(start, L - start, middle, pass.d_final, d_middle));
   }

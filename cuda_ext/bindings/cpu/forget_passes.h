@@ -1,6 +1,8 @@
 // The passes of rules that forget, on CPU tensors. forget.cpp and retrieve.cpp compile them.
 #pragma once
 
+#include <vector>
+
 #include "../../cpu/forget_square.h"
 #include "../../cpu/forget_tiles.h"
 #include "passes.h"
@@ -22,17 +24,11 @@ struct ForgetHeads {
       else
         return x.tokens(h);
     };
-    Of x;
-    x.q = vectors(all.q).from(i);
-    x.k = vectors(all.k).from(i);
-    x.v = vectors(all.v).from(j);
-    x.key_decay = vectors(all.key_decay).from(i);
-    x.value_decay = vectors(all.value_decay).from(j);
-    x.head_decay = all.head_decay.rates(h);
-    x.rate = all.rate.rates(h);
-    x.removal = vectors(all.removal).from(i);
-    x.removal_key = vectors(all.removal_key).from(i);
-    return x;
+    const auto keys = [&](const Heads<Real>& x) { return vectors(x).from(i); };
+    const auto values = [&](const Heads<Real>& x) { return vectors(x).from(j); };
+    return {.q = keys(all.q), .k = keys(all.k), .v = values(all.v), .key_decay = keys(all.key_decay),
+            .value_decay = values(all.value_decay), .head_decay = all.head_decay.rates(h), .rate = all.rate.rates(h),
+            .removal = keys(all.removal), .removal_key = keys(all.removal_key)};
   }
 };
 template <typename Real>
@@ -48,8 +44,8 @@ Tokens<Real> kept_states(const Heads<Real>& kept, const Lengths& size, int64_t h
 }
 
 // Columns of a block in the backward pass: two vectors if there are enough registers.
-inline int64_t backward_width(const Lengths& size, int64_t item) {
-  const int64_t lanes = kVectorBytes / item;
+inline int64_t backward_width(const Lengths& size, int64_t number_bytes) {
+  const int64_t lanes = kVectorBytes / number_bytes;
   return kManyRegisters && size.Dk > lanes ? 2 * lanes : lanes;
 }
 
@@ -61,7 +57,7 @@ void forget_scan(const Forward& pass) {
   // Each block reads all keys, queries and key decays. Wider blocks halve these reads, which outweighs passes of only
   // two tokens.
   constexpr bool wide = kManyRegisters && !K::retrieves;
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const InputHeads<Real> inputs(pass.in);
     const Heads<const Real> initial(pass.initial);
     const Heads<Real> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
@@ -103,22 +99,20 @@ template <Fades fades, Erases erases>
 void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
   const Lengths& size = pass.size;
   using K = Kind<fades, erases>;
-  const int64_t width = backward_width(size, pass.item);
+  const int64_t width = backward_width(size, pass.number_bytes);
   const SharedHeads shared(size, size.Dk, width);
   // Gradients that are summed over the blocks of a head.
-  TokenViews sums = pass.to;
-  if (erases != Erases::kKey) sums.v = shared.in_parts(pass.to.v);
-  sums.value_decay = shared.in_parts(pass.to.value_decay);
-  sums.head_decay = shared.in_parts(pass.to.head_decay);
-  sums.rate = shared.in_parts(pass.to.rate);
+  std::vector summed{&TokenViews::value_decay, &TokenViews::head_decay, &TokenViews::rate};
+  if (erases != Erases::kKey) summed.push_back(&TokenViews::v);
+  TokenViews sums;
+  for (const auto x : summed) sums.*x = shared.in_parts(pass.to.*x);
   const auto of_part = [&](int64_t part) {
     TokenViews to = pass.to;
-    const auto select = [&](const View& x) { return x.defined() ? x.select(0, part) : x; };
-    if (erases != Erases::kKey) to.v = select(sums.v);
-    to.value_decay = select(sums.value_decay), to.head_decay = select(sums.head_decay), to.rate = select(sums.rate);
+    for (const auto x : summed)
+      if ((to.*x).defined()) to.*x = (sums.*x).select(0, part);
     return to;
   };
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const InputHeads<Real> inputs(pass.in);
     const Heads<const Real> initial(pass.initial), d_final(pass.d_final), kept(pass.kept), d_out(pass.d_out);
     const Heads<const Real> retrieved(pass.retrieved), d_retrieved_(d_retrieved);
@@ -165,10 +159,7 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
         run_block(h, part, block * width, add, vectors, work);
       });
     });
-    if (erases != Erases::kKey) shared.add_parts<Real>(pass.to.v, sums.v);
-    shared.add_parts<Real>(pass.to.value_decay, sums.value_decay);
-    shared.add_parts<Real>(pass.to.head_decay, sums.head_decay);
-    shared.add_parts<Real>(pass.to.rate, sums.rate);
+    for (const auto x : summed) shared.add_parts<Real>(pass.to.*x, sums.*x);
   });
 }
 
@@ -177,7 +168,7 @@ template <Fades fades, Erases erases>
 void retrieved_backward(const Backward& pass, const View& d_retrieved) {
   const Lengths& size = pass.size;
   const int64_t L = size.L;
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const int64_t vectors = block_vectors<Real>(size.Dk, size.Dv, 2), width = vectors * kLanes<Real>;
     const SharedHeads shared(size, size.Dv, width);
     const View d_rate_parts = shared.in_parts(pass.to.rate);
@@ -210,8 +201,8 @@ void retrieved_backward(const Backward& pass, const View& d_retrieved) {
 // The errors times the rates: the written values, identical to the last bit.
 inline View written_values(const Backward& pass) {
   const Lengths& size = pass.size;
-  const View written = empty(size.values(), pass.item);
-  with_number(pass.item, [&]<typename Real>(Real) {
+  const View written = empty(size.values(), pass.number_bytes);
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const Heads<const Real> error(pass.retrieved), rate(pass.in.rate);
     const Heads<Real> to(written);
     for_tokens(size.B * size.H * size.L, size.Dv, [&](int64_t token) {
@@ -228,7 +219,7 @@ template <Fades fades, Erases erases>
 void retrieve_scan_backward(const Backward& pass) {
   Backward scan = pass;
   View d_retrieved = pass.to.v;
-  if (erases == Erases::kRemoval) d_retrieved = empty(pass.size.values(), pass.item);
+  if (erases == Erases::kRemoval) d_retrieved = empty(pass.size.values(), pass.number_bytes);
   retrieved_backward<fades, erases>(pass, d_retrieved);
   if (erases == Erases::kKey) {
     scan.in.v = written_values(pass);
@@ -245,9 +236,7 @@ void for_chunk_heads(const Lengths& size, bool divide, F f) {
   const int64_t heads = size.B * size.H, panels = blocks_of(size.Dv, Chunk::kColumns);
   const int64_t wanted = heads && divide ? (threads() + heads - 1) / heads : 1;
   const int64_t width = blocks_of(panels, std::min(wanted, panels)) * Chunk::kColumns, parts = blocks_of(size.Dv, width);
-  // As in for_blocks: a thread costs as much as 2^18 updates of an element.
-  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * size.Dk * width));
-  at::parallel_for(0, heads * parts, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, heads * parts, grain_of(size.L * size.Dk * width), [&](int64_t begin, int64_t end) {
     const auto memory = scratch<Real>(Chunk::scratch_size(size.Dk, width));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t column = item % parts * width, n = std::min(width, size.Dv - column);
@@ -264,7 +253,7 @@ void run_chunks(const Pass& pass, F run) {
   constexpr bool forward = std::is_same_v<Pass, Forward>;
   constexpr bool in_tiles = fades == Fades::kHead || (fades == Fades::kKey && erases != Erases::kRemoval);
   if constexpr (in_tiles && std::is_same_v<Real, float>)
-    if (pass.in.q.item == sizeof(BFloat16) && pass.size.L > 1)
+    if (pass.in.q.number_bytes == sizeof(BFloat16) && pass.size.L > 1)
       if (const TileUnit* unit = TileUnit::chosen()) return run(std::type_identity<ForgetTiles<fades, erases>>{}, *unit);
   if constexpr (forward)
     run(std::type_identity<ForgetChunkForward<Real, fades, erases>>{});
@@ -274,7 +263,7 @@ void run_chunks(const Pass& pass, F run) {
 
 template <Fades fades, Erases erases>
 void chunk_forward(const Forward& pass) {
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const ForgetHeads<const Real, ForgetTokens<Real, Stored<Real>>> inputs(pass.in);
     const Heads<const Real> initial(pass.initial);
     const Heads<Real> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
@@ -290,7 +279,7 @@ void chunk_forward(const Forward& pass) {
 
 template <Fades fades, Erases erases>
 void chunk_backward(const Backward& pass) {
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     const ForgetHeads<const Real, ForgetTokens<Real, Stored<Real>>> inputs(pass.in);
     const ForgetHeads<Real, ForgetGradients<Real, Stored<Real>>> to(pass.to);
     const Heads<const Real> initial(pass.initial), d_final(pass.d_final), retrieved(pass.retrieved), kept(pass.kept);

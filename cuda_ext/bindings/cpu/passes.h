@@ -13,10 +13,11 @@ inline bool in_chunks(Rule rule, const Lengths& size) {
   return fades_of(rule) != Fades::kNothing && is_large(size);
 }
 
-// Inputs and results of a forward pass. `initial` may be undefined, and what a backward pass needs: `retrieved` in chunks, `kept`.
+// Inputs and results of a forward pass. May be undefined: `initial`, and what a backward pass needs, `retrieved` in chunks and
+// `kept`.
 struct Forward {
   Lengths size;
-  int64_t item;  // bytes of a number in every tensor, but for vectors of tokens in bfloat16 that are processed in chunks
+  int64_t number_bytes;  // in every tensor, but for vectors of tokens in bfloat16 that are processed in chunks
   TokenViews in;
   View initial, out, final, retrieved, kept;
 
@@ -40,7 +41,7 @@ struct Forward {
 // Inputs and results of a backward pass. `d_initial` and members of `to` are undefined if the gradient is not needed.
 struct Backward {
   Lengths size;
-  int64_t item;  // as in Forward
+  int64_t number_bytes;  // as in Forward
   TokenViews in;
   View initial, retrieved, kept, d_out, d_final;
   TokenViews to;

@@ -179,14 +179,6 @@ std::tuple<Tensor, Tensor, Tensor> normalize_rows_backward(const Tensor& x, cons
 }  // namespace
 }  // namespace fwp::cpu
 
-TORCH_LIBRARY_FRAGMENT(fwp, m) {
-  m.def("gated_silu(Tensor x) -> Tensor");
-  m.def("gated_silu_backward(Tensor x, Tensor grad_out) -> Tensor");
-  m.def("normalize_rows(Tensor x, Tensor? weight, Tensor? gate, str opening, float factor, float epsilon) -> Tensor");
-  m.def("normalize_rows_backward(Tensor x, Tensor? weight, Tensor? gate, str opening, float factor, float epsilon, "
-        "Tensor grad_out) -> (Tensor, Tensor, Tensor)");
-}
-
 TORCH_LIBRARY_IMPL(fwp, CPU, m) {
   m.impl("gated_silu", &fwp::cpu::gated_silu);
   m.impl("gated_silu_backward", &fwp::cpu::gated_silu_backward);

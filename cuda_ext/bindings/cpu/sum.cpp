@@ -34,7 +34,7 @@ void scan(const Lengths& size, const View& q, const View& k, const View& v, cons
 template <>
 void forward<Rule::sum>(const Forward& pass) {
   const TokenViews& in = pass.in;
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     scan<Real>(pass.size, in.q, in.k, in.v, pass.initial, false, false, pass.out, pass.final);
   });
 }
@@ -43,7 +43,7 @@ template <>
 void backward<Rule::sum>(const Backward& pass) {
   const TokenViews &in = pass.in, &to = pass.to;
   const View none;
-  with_number(pass.item, [&]<typename Real>(Real) {
+  with_number(pass.number_bytes, [&]<typename Real>(Real) {
     scan<Real>(pass.size, pass.d_out, in.v, in.k, pass.initial, true, false, to.q, none);
     scan<Real>(pass.size, in.v, pass.d_out, in.q, pass.d_final, true, true, to.k, none);
     scan<Real>(pass.size, in.k, in.q, pass.d_out, pass.d_final, false, true, to.v, pass.d_initial);

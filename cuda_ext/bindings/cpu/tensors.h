@@ -18,7 +18,7 @@ namespace fwp::cpu {
 template <typename Real>
 class Heads {
  public:
-  explicit Heads(const View& x) : data_(reinterpret_cast<Real*>(x.data)), item_(x.item) {
+  explicit Heads(const View& x) : data_(reinterpret_cast<Real*>(x.data)), number_bytes_(x.number_bytes) {
     if (!x.defined()) return;
     heads_ = x.sizes[1], sharing_ = x.sharing;
     batch_stride_ = x.strides[0], head_stride_ = x.strides[1], stride_ = x.strides[2];
@@ -28,7 +28,8 @@ class Heads {
     return {address(data_, offset_of(head)), stride_};
   }
   Stored<std::remove_const_t<Real>> stored(int64_t head) const {
-    return {data_ ? (char*)data_ + offset_of(head) * item_ : nullptr, stride_ * item_, item_ == sizeof(BFloat16)};
+    char* const data = data_ ? (char*)data_ + offset_of(head) * number_bytes_ : nullptr;
+    return {data, stride_ * number_bytes_, number_bytes_ == sizeof(BFloat16)};
   }
   Rates<Real> rates(int64_t head) const { return {tokens(head).data, stride_}; }
   // The columns of a state, or of its transpose, from `column` on.
@@ -47,7 +48,7 @@ class Heads {
   }
 
   Real* data_ = nullptr;
-  int64_t item_ = 0, heads_ = 1, sharing_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
+  int64_t number_bytes_ = 0, heads_ = 1, sharing_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
 };
 
 // Threads that may share the work; inside a parallel region, one.
@@ -60,6 +61,10 @@ auto scratch(int64_t count) {
   void* p = ::operator new(count * sizeof(Real), std::align_val_t{kVectorBytes});
   return std::unique_ptr<Real, decltype(release)>(static_cast<Real*>(p), release);
 }
+
+// Tasks that a thread takes at least. Starting it takes some microseconds: as long as 2^18 updates of an element, a few of them
+// in a vector. A task has `work` of them.
+inline int64_t grain_of(int64_t work) { return std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, work)); }
 
 // Half of a 32 KiB first-level cache; the other half is for the tokens.
 constexpr int64_t kBlockBytes = 1 << 14;
@@ -91,9 +96,7 @@ void for_blocks(const Lengths& size, int64_t rows, int64_t columns, F f) {
   int64_t vectors = block_vectors<Real>(rows, columns, widest);
   while (vectors > 1 && heads * blocks_of(columns, vectors * kLanes<Real>) < threads()) vectors /= 2;
   const int64_t width = vectors * kLanes<Real>, blocks = blocks_of(columns, width);
-  // Starting a thread takes some microseconds: as long as 2^18 updates of a state element, a few of them in a vector.
-  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
-  at::parallel_for(0, heads * blocks, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, heads * blocks, grain_of(size.L * rows * width), [&](int64_t begin, int64_t end) {
     const auto work = scratch<Real>(rows * (width + kPassTokens));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / blocks, column = item % blocks * width, n = std::min(width, columns - column);
@@ -137,7 +140,7 @@ struct SharedHeads {
     View all = sum;
     const int64_t columns = sum.dims == 4 ? sum.sizes[3] : 1;
     if (sum.defined() && parts > 1)
-      return empty({parts, sum.sizes[0], sum.sizes[1], sum.sizes[2], columns}, 5, sum.item);
+      return empty({parts, sum.sizes[0], sum.sizes[1], sum.sizes[2], columns}, 5, sum.number_bytes);
     std::copy_backward(sum.sizes.begin(), sum.sizes.end() - 1, all.sizes.end());
     std::copy_backward(sum.strides.begin(), sum.strides.end() - 1, all.strides.end());
     ++all.dims;
@@ -160,11 +163,10 @@ struct SharedHeads {
   }
 
   // Call f(head, part, block, whether the part has seen a block before, scratch) for all blocks, on threads. The blocks
-  // of a part run in order. A head costs `work` updates of an element; as in for_blocks, a thread costs 2^18.
+  // of a part run in order. A head costs `work` updates of an element.
   template <typename Real, typename F>
   void for_blocks(int64_t work, int64_t scratch_size, F f) const {
-    const int64_t grain = std::max<int64_t>(1, (1 << 18) * parts / std::max<int64_t>(1, work));
-    at::parallel_for(0, heads * parts, grain, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, heads * parts, grain_of(work / parts), [&](int64_t begin, int64_t end) {
       const auto memory = scratch<Real>(scratch_size);
       for (int64_t item = begin; item < end; ++item) {
         const int64_t head = item / parts, part = item % parts, start = part * blocks / parts;
@@ -178,10 +180,8 @@ struct SharedHeads {
 // Call f(head, rule) for every head, on threads. Rule is a quadratic form.
 template <typename Rule, typename F>
 void for_short_heads(const Lengths& size, F f) {
-  // As in for_blocks: a thread costs as much as 2^18 multiply-adds, a few of them in a vector.
   const int64_t work = size.L * (size.L * (size.Dk + size.Dv) + size.Dk * size.Dv);
-  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, work));
-  at::parallel_for(0, size.B * size.H, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, size.B * size.H, grain_of(work), [&](int64_t begin, int64_t end) {
     using Real = typename Rule::Number;
     const auto memory = scratch<Real>(Rule::scratch_size(size.L, size.Dk, size.Dv));
     for (int64_t head = begin; head < end; ++head) {
@@ -196,8 +196,7 @@ void for_short_heads(const Lengths& size, F f) {
 // (B, L, H, n); there are none if it is null.
 template <typename Rule, typename Real, typename F>
 void for_token_heads(const TokenSizes& size, int64_t updates, const Real* weights, int64_t of_head, F f) {
-  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * updates * 8));
-  at::parallel_for(0, size.B * size.H, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, size.B * size.H, grain_of(size.L * updates * 8), [&](int64_t begin, int64_t end) {
     const auto memory = scratch<Real>(Rule::scratch_size(size.d));
     for (int64_t head = begin; head < end; ++head) {
       const int64_t b = head / size.H, h = head % size.H;
@@ -216,10 +215,10 @@ bool is_square(const Lengths& size) {
   return size.Dk == kLanes<Real> && size.Dv == kLanes<Real>;
 }
 
-// Call f with a zero of the type of the computation, whose numbers have `item` bytes.
+// Call f with a zero of the type of the computation, whose numbers have so many bytes.
 template <typename F>
-void with_number(int64_t item, F f) {
-  item == sizeof(double) ? f(double()) : f(float());
+void with_number(int64_t number_bytes, F f) {
+  number_bytes == sizeof(double) ? f(double()) : f(float());
 }
 
 }  // namespace fwp::cpu

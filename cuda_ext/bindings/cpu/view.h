@@ -13,16 +13,16 @@ namespace fwp::cpu {
 
 struct View {
   char* data = nullptr;
-  int64_t item = 0;  // bytes of a number; zero if the tensor is undefined
+  int64_t number_bytes = 0;  // zero if the tensor is undefined
   int dims = 0;
   std::array<int64_t, 5> sizes = {}, strides = {};
   int64_t sharing = 1;  // heads that read the same numbers
   std::shared_ptr<void> owner = {};  // of memory that a kernel has asked for
 
-  bool defined() const { return item > 0; }
+  bool defined() const { return number_bytes > 0; }
   View narrow(int dim, int64_t begin, int64_t length) const {
     View part = *this;
-    part.data = address(data, begin * strides[dim] * item);
+    part.data = address(data, begin * strides[dim] * number_bytes);
     part.sizes[dim] = length;
     return part;
   }
@@ -43,10 +43,10 @@ struct View {
 };
 
 // New contiguous memory, from PyTorch.
-View empty(const std::array<int64_t, 5>& sizes, int dims, int64_t item);
+View empty(const std::array<int64_t, 5>& sizes, int dims, int64_t number_bytes);
 
-inline View empty(const std::array<int64_t, 4>& sizes, int64_t item) {
-  return empty({sizes[0], sizes[1], sizes[2], sizes[3]}, 4, item);
+inline View empty(const std::array<int64_t, 4>& sizes, int64_t number_bytes) {
+  return empty({sizes[0], sizes[1], sizes[2], sizes[3]}, 4, number_bytes);
 }
 
 // `length` tokens from `first` on, of `batches` sequences from `batch` on. An undefined tensor stays undefined.

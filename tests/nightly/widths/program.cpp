@@ -15,13 +15,13 @@ using Numbers = std::vector<double>;
 using Named = std::map<std::string, Numbers>;
 
 namespace fwp::cpu {
-View empty(const std::array<int64_t, 5>& sizes, int dims, int64_t item) {
+View empty(const std::array<int64_t, 5>& sizes, int dims, int64_t number_bytes) {
   View x;
-  x.item = item, x.dims = dims, x.sizes = sizes;
+  x.number_bytes = number_bytes, x.dims = dims, x.sizes = sizes;
   int64_t count = 1;
   for (int d = dims; d-- > 0; count *= sizes[d]) x.strides[d] = count;
-  const std::shared_ptr<char[]> memory(new char[count * item]);
-  std::fill_n(memory.get(), count * item, char(0xff));  // not a number
+  const std::shared_ptr<char[]> memory(new char[count * number_bytes]);
+  std::fill_n(memory.get(), count * number_bytes, char(0xff));  // not a number
   x.data = memory.get(), x.owner = memory;
   return x;
 }
@@ -142,9 +142,9 @@ Numbers numbers_of(const View& x) {
 // "results": outputs, then states. The rest are the gradients of their product with `weights`.
 template <typename Real>
 Named kernel(const Kind& kind, const Lengths& n, const Named& x, const Numbers& weights) {
-  const int64_t item = sizeof(Real);
+  const int64_t number_bytes = sizeof(Real);
   const auto outputs = weights.begin() + n.B * n.H * n.L * n.Dv;
-  Forward pass{n, item, {}, {}, empty(n.values(), item), empty(n.state(), item), {}, {}};
+  Forward pass{n, number_bytes, {}, {}, empty(n.values(), number_bytes), empty(n.state(), number_bytes), {}, {}};
   TokenViews to;
   for (const Field& field : kFields) {
     const auto found = x.find(field.name);
@@ -152,20 +152,20 @@ Named kernel(const Kind& kind, const Lengths& n, const Named& x, const Numbers& 
     const bool rates = !field.of_keys && !field.of_values;
     const std::array<int64_t, 5> sizes = {n.B, n.H, n.L, width_of(field, n), 1};
     pass.in.*field.member = view_of<Real>(found->second, sizes, rates ? 3 : 4);
-    to.*field.member = empty(sizes, rates ? 3 : 4, item);
+    to.*field.member = empty(sizes, rates ? 3 : 4, number_bytes);
   }
   const std::array<int64_t, 5> state = {n.B, n.H, n.Dk, n.Dv, 1};
   if (x.count("state")) pass.initial = view_of<Real>(x.at("state"), state, 4);
-  if (kind.erases || kind.removes) pass.retrieved = empty(n.values(), item);
-  if (kind.forgets) pass.kept = empty({n.B, n.H, n.L / fwp::kKeptEvery, n.Dk, n.Dv}, 5, item);
+  if (kind.erases || kind.removes) pass.retrieved = empty(n.values(), number_bytes);
+  if (kind.forgets) pass.kept = empty({n.B, n.H, n.L / fwp::kKeptEvery, n.Dk, n.Dv}, 5, number_bytes);
   fwp::with_rule(kind.rule, [&](auto rule) { forward<rule()>(pass); });
   Named found = {{"results", numbers_of<Real>(pass.out)}};
   const Numbers states = numbers_of<Real>(pass.final);
   found["results"].insert(found["results"].end(), states.begin(), states.end());
-  const Backward back{n, item, pass.in, pass.initial, pass.retrieved, pass.kept,
+  const Backward back{n, number_bytes, pass.in, pass.initial, pass.retrieved, pass.kept,
                       view_of<Real>({weights.begin(), outputs}, {n.B, n.H, n.L, n.Dv, 1}, 4),
                       view_of<Real>({outputs, weights.end()}, state, 4), to,
-                      pass.initial.defined() ? empty(n.state(), item) : View()};
+                      pass.initial.defined() ? empty(n.state(), number_bytes) : View()};
   fwp::with_rule(kind.rule, [&](auto rule) { backward<rule()>(back); });
   for (const Field& field : kFields)
     if (x.count(field.name)) found[field.name] = numbers_of<Real>(to.*field.member);

@@ -259,7 +259,7 @@ CUDAStream getCurrentCUDAStream(signed char) { return {}; }
 """
 REGISTERED = """
 import sys, torch
-from fairseq_fwp.ops import recurrent_delta
+from fairseq_fwp.ops import projection, recurrent_delta
 torch.ops.load_library(LIBRARY)  # it raises where a function does not have the operator's schema
 for key in ("CUDA", "AutogradCUDA"):
     print(*(name for name in OPERATORS if torch._C._dispatch_has_kernel_for_dispatch_key("fwp::" + name, key)))
