@@ -13,21 +13,21 @@
 
 namespace fwp::cuda {
 
-template <int kRows, Rule kRule, int kIn, bool kReverse>
-struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
-  using Pass = ChunkKeyPass<kRows, kRule, kIn>;
+template <int kRows, Rule kRule, int kInputParts, bool kReverse>
+struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
+  using Pass = ChunkKeyPass<kRows, kRule, kInputParts>;
   using State = typename Pass::State;
   using Turns = Relay<kRows, Pass::kMostTeams>;
-  using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults, Pass::kOfReads;
+  using Pass::kErasesKey, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kResultParts;
   static constexpr bool kReads = !kReverse;                               // out
   static constexpr bool kFinds = kSolves || (kReverse && !kFadesValues);  // D, or what E takes away
   static constexpr bool kGives = kRemoves && kReverse;                    // d_V next to D
-  static constexpr bool kAligned = !kErases;  // what is written under keys: nothing corrects its errors (see grid_of)
+  static constexpr bool kAligned = !kErasesKey;  // what is written under keys: nothing corrects its errors (see grid_of)
   static constexpr bool kScored = !(kReverse && kFadesValues);  // whether stored scores are used
-  static constexpr int kQueryParts = kReverse ? kExact : kOfResults;
-  static constexpr int kKeyParts = !kReverse || kErases ? kExact : kFadesValues ? 0 : kOfResults;
-  static constexpr int kEraserParts = kSolves ? kExact : 0, kRemovalParts = kRemoves ? kExact : 0;
-  static constexpr int kParts = kSolves ? kExact : kOfReads;  // of a state that is read, and of E
+  static constexpr int kQueryParts = kReverse ? kExactParts : kResultParts;
+  static constexpr int kKeyParts = !kReverse || kErasesKey ? kExactParts : kFadesValues ? 0 : kResultParts;
+  static constexpr int kEraserParts = kSolves ? kExactParts : 0, kRemovalParts = kRemoves ? kExactParts : 0;
+  static constexpr int kStateParts = kSolves ? kExactParts : kInputParts;  // of a state that is read, and of E
 
   Brought value;        // in reverse, the gradient of the outputs
   Brought value_decay;  // z
@@ -40,8 +40,8 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   float* ends;         // if given, only the ends of segments are computed: see store_ends()
 
   struct Stage {
-    ValueTile<kIn> value;
-    TokenVectors<HalfOf<kIn>> value_decay;
+    ValueTile<kInputParts> value;
+    TokenVectors<HalfOf<kInputParts>> value_decay;
     Shared scores[Pass::kScoreMatrices];
 
     FWP_BOTH Stage(Carver& carver, const ChunkKeyStates& pass)
@@ -53,17 +53,17 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   };
   // Scaled tokens in parts: c Q, w K, what erases (c K or c- y), and w x.
   struct OfTeam {
-    Grouped<Bfloat16> query[kExact], key[kExact], eraser[kExact], removal[kExact];
+    Grouped<Bfloat16> query[kExactParts], key[kExactParts], eraser[kExactParts], removal[kExactParts];
     float* total;                   // c_C
-    WarpScratch<kOfResults>* scratch;  // of each warp, to exchange numbers
+    WarpScratch<kResultParts>* scratch;  // of each warp, to exchange numbers
     typename Pass::Tokens tokens;
     Stages<Stage, ChunkKeyStates> stages;
 
     FWP_BOTH OfTeam(Carver& carver, const ChunkKeyStates& pass)
         : total(carver.take<float>(kRows)),
-          scratch(carver.take<WarpScratch<kOfResults>>(kFadesValues ? pass.warps : 0)), tokens(pass.take_tokens(carver)),
+          scratch(carver.take<WarpScratch<kResultParts>>(kFadesValues ? pass.warps : 0)), tokens(pass.take_tokens(carver)),
           stages(carver, pass) {
-      FWP_UNROLL for (int m = 0; m < kExact; ++m) {
+      FWP_UNROLL for (int m = 0; m < kExactParts; ++m) {
         if constexpr (kRemoves) {  // what reads and what writes take turns
           if (m < kQueryParts || m < kKeyParts) query[m] = key[m] = carver.grouped(kChunkTokens, kRows);
           eraser[m] = removal[m] = carver.grouped(kChunkTokens, kRows);
@@ -165,7 +165,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
         multiply(x, products.to_end);
         put_scaled_tokens<kKeyParts, !kReverse && kAligned>(x, i, memory.key);
       }
-      if constexpr (kErases) {
+      if constexpr (kErasesKey) {
         tokens.key.load(column, x);
         multiply(x, products.from_start);
         put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
@@ -189,7 +189,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
 
   // kAlign: the first parts of all tokens are multiples of one number (see grid_of).
   template <int parts, bool kAlign>
-  FWP_DEVICE static void put_scaled_tokens(const KeyNumbers& x, int i, const Grouped<Bfloat16> (&to)[kExact]) {
+  FWP_DEVICE static void put_scaled_tokens(const KeyNumbers& x, int i, const Grouped<Bfloat16> (&to)[kExactParts]) {
     if constexpr (parts > 0) {
       float grid[2];
       FWP_UNROLL for (int e = 0; e < 2 && kAlign; ++e) {
@@ -221,11 +221,11 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     Product read[kChunkBlocks], found[kChunkBlocks], given[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]), clear(given[t]);
     read_state(gives_results, memory, state, read, found, given);
-    Factor value[kChunkBlocks][kIn], write[kChunkBlocks][kParts];
-    if constexpr (kReverse || !kErases) chunk.value.template load<kAligned>(this->own_column(), value);
+    Factor value[kChunkBlocks][kInputParts], write[kChunkBlocks][kStateParts];
+    if constexpr (kReverse || !kErasesKey) chunk.value.template load<kAligned>(this->own_column(), value);
     if constexpr (kReverse && kFinds)
       if (kSolves || gives_results)
-        read_later<kSolves ? kExact : kOfResults>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
+        read_later<kSolves ? kExactParts : kResultParts>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
     if constexpr (kSolves) {
       if constexpr (!kReverse) take_away(value, chunk, this->own_column(), found);
       solve(chunk, found, write);
@@ -234,12 +234,12 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     const auto read_chunk = [&] {
       if (!gives_results) return;
       if constexpr (kReads && !kFadesValues) {
-        if constexpr (!kErases) read_earlier<kIn>(value, chunk.scores, read);
-        if constexpr (kSolves) read_earlier<kOfResults>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
+        if constexpr (!kErasesKey) read_earlier<kInputParts>(value, chunk.scores, read);
+        if constexpr (kSolves) read_earlier<kResultParts>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
       }
       if constexpr (kGives) {
-        read_later<kOfResults>(value, chunk.scores, given);
-        read_later<kOfResults>(write, chunk.scores + Pass::kFound, given);
+        read_later<kResultParts>(value, chunk.scores, given);
+        read_later<kResultParts>(write, chunk.scores + Pass::kFound, given);
       }
       FWP_UNROLL for (int t = 0; t < kChunkBlocks && kReads && kSolves; ++t) {
         if constexpr (kRemoves) for_elements(found[t], [](int, int, float& x) { x = -x; });
@@ -283,7 +283,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
                                       Product (&x)[kChunkBlocks]) {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       FWP_UNROLL for (int s = 0; s <= t; ++s)
-        Pass::template accumulate<kOfResults>(x[t], greatest<most>(columns[s]), [&](int m, Factor& right) {
+        Pass::template accumulate<kResultParts>(x[t], greatest<most>(columns[s]), [&](int m, Factor& right) {
           scores[m].right_transposed(t * kBlock, s * kBlock, right);
         });
   }
@@ -297,17 +297,17 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   }
 
   // From what is found in the state, the right side of the equations for E.
-  FWP_DEVICE static void take_away(const Factor (&value)[kChunkBlocks][kIn], const Stage& chunk, int column,
+  FWP_DEVICE static void take_away(const Factor (&value)[kChunkBlocks][kInputParts], const Stage& chunk, int column,
                                    Product (&x)[kChunkBlocks]) {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-      if constexpr (kErases) {
+      if constexpr (kErasesKey) {
         Product values;
         chunk.value.load(t, column, values);
         subtract_from(values, x[t]);
       } else {
         for_elements(x[t], [](int, int, float& number) { number = -number; });
         FWP_UNROLL for (int s = 0; s <= t; ++s)
-          add_product<kExact>(x[t], value[s], [&](int m, Factor& right) {
+          add_product<kExactParts>(x[t], value[s], [&](int m, Factor& right) {
             chunk.scores[Pass::kFound + m].right_transposed(t * kBlock, s * kBlock, right);
           });
       }
@@ -315,14 +315,14 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   }
 
   // The state after the chunk.
-  FWP_DEVICE static void change(const OfTeam& memory, const Factor (&value)[kChunkBlocks][kIn],
-                                const Factor (&write)[kChunkBlocks][kParts], State& state) {
+  FWP_DEVICE static void change(const OfTeam& memory, const Factor (&value)[kChunkBlocks][kInputParts],
+                                const Factor (&write)[kChunkBlocks][kStateParts], State& state) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       for_elements(state[i], [&](int, int r, float& x) { x *= memory.total[i * kBlock + r]; });
       if constexpr (kReverse) {
         add_write<kQueryParts, kAligned, false>(value, memory.query, i, state[i]);
         if constexpr (kSolves) add_write<kEraserParts, false, true>(write, memory.eraser, i, state[i]);
-      } else if constexpr (kErases) {
+      } else if constexpr (kErasesKey) {
         add_write<kKeyParts, false, false>(write, memory.key, i, state[i]);
       } else {
         add_write<kKeyParts, kAligned, false>(value, memory.key, i, state[i]);
@@ -335,7 +335,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   template <typename F>
   FWP_DEVICE void fade_values(int64_t n, const Stage& chunk, const OfTeam& memory, Product (&read)[kChunkBlocks],
                               State& state, F give) const {
-    WarpScratch<kOfResults>& scratch = memory.scratch[this->warp()];
+    WarpScratch<kResultParts>& scratch = memory.scratch[this->warp()];
     KeySlice values;
     chunk.value.typed([&](const auto& v) {
       for_numbers([&](int t, int e) {
@@ -353,7 +353,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       scaled[t][e] = kReverse ? products.from_start[t][e] * values.reader[t][e] : products.to_end[t][e] * values.writer[t][e];
     });
     Product columns[kChunkBlocks];
-    Factor write[kChunkBlocks][kExact];
+    Factor write[kChunkBlocks][kExactParts];
     scratch.exchange(scaled, columns);
     split_rows(columns, write);
     float total[2];  // of this lane's columns
@@ -368,7 +368,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       FWP_UNROLL for (int h = 0; h < 2; ++h)
         FWP_UNROLL for (int e = 0; e < 4; ++e)
           state[i][h][e] *= memory.total[i * kBlock + 8 * h + pair() + e % 2] * total[e / 2];
-      add_write<kExact, true, false>(write, kReverse ? memory.query : memory.key, i, state[i]);
+      add_write<kExactParts, true, false>(write, kReverse ? memory.query : memory.key, i, state[i]);
     }
     give();
     if constexpr (kReads) {
@@ -384,22 +384,22 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
 
   // x += what tokens read of those in the neighboring block of kGroups groups.
   template <int kGroups>
-  FWP_DEVICE static void read_blocks(const KeySlice& values, const Shared* scores, WarpScratch<kOfResults>& scratch,
+  FWP_DEVICE static void read_blocks(const KeySlice& values, const Shared* scores, WarpScratch<kResultParts>& scratch,
                                      KeyNumbers& x) {
     const DecayProducts<kGroups> products(values);
-    Grouped<Bfloat16> scaled[kOfResults];
+    Grouped<Bfloat16> scaled[kResultParts];
     scratch.put(values, products, scaled);
     Product found[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       clear(found[t]);
       if (kGroups > 1 && t == 0) continue;
       const int row = t * kBlock, column = kGroups > 1 ? 0 : row;
-      Factor left[kOfResults];
-      FWP_UNROLL for (int m = 0; m < kOfResults; ++m) {
+      Factor left[kResultParts];
+      FWP_UNROLL for (int m = 0; m < kResultParts; ++m) {
         scores[m].left(row, column, left[m]);
         if (kGroups == 1) left[m][0] = left[m][3] = 0;  // pairs of tokens of one group
       }
-      multiply<kOfResults>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
+      multiply<kResultParts>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
     }
     __syncwarp();
     KeyNumbers z;
@@ -412,7 +412,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       float y[2][2];
       FWP_UNROLL for (int t = s; t < kSpan; ++t) {
         float score[2] = {};
-        FWP_UNROLL for (int m = kOfResults; m-- > 0;) {
+        FWP_UNROLL for (int m = kResultParts; m-- > 0;) {
           const uint32_t pair = scores[m].get(own_token(t), own_token(s));
           score[0] += low(pair), score[1] += high(pair);
         }
@@ -432,13 +432,13 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   FWP_DEVICE static void read_state(bool results, const OfTeam& memory, const State& state, Product (&read)[kChunkBlocks],
                                     Product (&found)[kChunkBlocks], Product (&given)[kChunkBlocks]) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
-      Factor of_state[kParts];
+      Factor of_state[kStateParts];
       split(state[i], of_state);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
         if constexpr (kReads)
-          if (results) read_rows<kQueryParts>(greatest<kOfReads>(of_state), memory.query, t, i, read[t]);
+          if (results) read_rows<kQueryParts>(greatest<kInputParts>(of_state), memory.query, t, i, read[t]);
         if constexpr (kGives)
-          if (results) read_rows<kKeyParts>(greatest<kOfResults>(of_state), memory.key, t, i, given[t]);
+          if (results) read_rows<kKeyParts>(greatest<kResultParts>(of_state), memory.key, t, i, given[t]);
         if constexpr (kFinds && !kReverse) read_rows<kEraserParts>(of_state, memory.eraser, t, i, found[t]);
         if constexpr (kFinds && kReverse)
           if (kSolves || results)
@@ -447,16 +447,16 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     }
   }
   template <int of_rows, int of_state>
-  FWP_DEVICE static void read_rows(const Factor (&state)[of_state], const Grouped<Bfloat16> (&rows)[kExact], int t, int i,
+  FWP_DEVICE static void read_rows(const Factor (&state)[of_state], const Grouped<Bfloat16> (&rows)[kExactParts], int t, int i,
                                    Product& to) {
     Pass::template accumulate<of_rows>(
         to, state, [&](int m, Factor& right) { rows[m].right_transposed(t * kBlock, i * kBlock, right); });
   }
 
   // x, without the term of A, becomes E or D, also in parts. E begins with the first tokens, D with the last ones.
-  FWP_DEVICE static void solve(const Stage& chunk, Product (&x)[kChunkBlocks], Factor (&parts)[kChunkBlocks][kParts]) {
+  FWP_DEVICE static void solve(const Stage& chunk, Product (&x)[kChunkBlocks], Factor (&parts)[kChunkBlocks][kStateParts]) {
     const auto add_erased = [&](int from, int to) {
-      add_product<kExact>(x[to], parts[from], [&](int m, Factor& right) {
+      add_product<kExactParts>(x[to], parts[from], [&](int m, Factor& right) {
         const Shared& erase = chunk.scores[Pass::kErased + m];
         kReverse ? erase.right(from * kBlock, to * kBlock, right)
                  : erase.right_transposed(to * kBlock, from * kBlock, right);
@@ -474,8 +474,8 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   // state += (or -=) the columns of 32 tokens times the rows of those tokens. Small parts are added first, and apart from the
   // first ones if these are aligned.
   template <int of_rows, bool kAlign, bool minus, int of_columns>
-  FWP_DEVICE static void add_write(const Factor (&columns)[kChunkBlocks][of_columns], const Grouped<Bfloat16> (&rows)[kExact],
-                                   int i, Product& state) {
+  FWP_DEVICE static void add_write(const Factor (&columns)[kChunkBlocks][of_columns],
+                                   const Grouped<Bfloat16> (&rows)[kExactParts], int i, Product& state) {
     constexpr int most = of_rows > of_columns ? of_rows : of_columns;
     Product product;
     clear(product);

@@ -7,7 +7,7 @@ namespace fwp::cuda::detail {
 
 const char* keep_states(const Call& call, const Inputs& in, const Tokens& written, float* kept, const Gpu& gpu) {
   return with_rows(call.size.Dk, [&](auto rows) {
-    using Pass = ChunkKeyStates<decltype(rows)::value, Rule::gated_by_key, kExact, false>;
+    using Pass = ChunkKeyStates<decltype(rows)::value, Rule::gated_by_key, kExactParts, false>;
     const ScanSize size = scan_size(call);
     auto pass = make_key_states<Pass>(size, in, written, nullptr, size.columns, gpu);
     pass.initial = matrices<float>(in.state, call.size), pass.kept = kept;
