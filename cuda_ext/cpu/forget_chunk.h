@@ -81,7 +81,7 @@ class ForgetChunk {
   Tokens<Real> seen_query_, seen_reader_;       // q_t * c_t and y_t * c_{t-1}
   Tokens<Real> read_;                           // (q_t * c_t) W
   Writer writer_[kWriters];
-  Tokens<Real> total_, total_of_value_;         // F_C in the first row (see see_group()), and Z_C
+  Tokens<Real> total_, total_of_value_;         // c_C in the first row (see see_group()), and Z_C
   // Memory for tokens that are not whole vectors, or not a whole chunk.
   Tokens<Real> padded_query_, padded_reader_, padded_fade_, padded_value_, padded_error_, padded_value_fade_;
   NextTokens<Real, kChunkTokens, kColumns> next_;  // a panel at a time while states change
@@ -326,14 +326,14 @@ class ForgetChunk {
     });
   }
 
-  // W = F_C^T * W + the sum of writes.
+  // W = c_C^T * W + the sum of writes.
   void advance_state(bool empty, Tokens<Real> copy = {}) const {
     std::array<Factors<Real>, kWriters> writes;
     for (int n = 0; n < kWriters; ++n) writes[n] = {constant(writer_[n].key_at_end), constant(writer_[n].value)};
     change_rows(empty, writes, state_, copy);
   }
 
-  // W = F_C^T * W + the sum of outer products. The sum starts at zero, with the terms that have decayed most: its rounding
+  // W = c_C^T * W + the sum of outer products. The sum starts at zero, with the terms that have decayed most: its rounding
   // errors are then as small as the reference's.
   template <size_t kFactors>
   void change_rows(bool empty, const std::array<Factors<Real>, kFactors>& factors, Tokens<Real> state,

@@ -92,6 +92,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
   // it. `empty`: the state before it is zero.
   void differentiate(const In& in, int64_t first, bool empty, const Stored<Real>& d_out, const Gradients& to, bool needed) {
     d_read_ = input(d_out, first, values_, padded_d_read_);
+    // d_m_s = N_Cs G + the sum of P_ts d_out_t (t >= s) and A_ts d_r_t (t > s): the state's part, then those of tokens.
     for (int n = 0; n < kWriters; ++n)
       if (d_empty_)
         clear(d_writer_[n].value, rows_);
@@ -101,6 +102,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
       this->template fade_values<Pass::kBackward>(d_read_, seen_d_read_, d_writer_[0].with_query);
     else
       solve_back(in, first);
+    // d_P_ts = d_out_t . m_s, d_A_ts = d_r_t . m_s, d_N_Cs = m_s G^T.
     for (int n = 0; n < kWriters; ++n) {
       const Tokens<Real> value = writer_[n].value;
       if constexpr (!kValuesFade) multiply_tokens(d_read_, value, d_writer_[n].with_query);
@@ -123,7 +125,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
           differentiate_writer<false, NV>(of_values, {error_, d_writer_[0].value, d_value, writer_[0].with_query, {}}, s, j);
       });
       deliver(padded_d_value_fade_, values_, to.value_decay, first);
-    } else {
+    } else {  // d_b_t = d_m_t . e_t, d_v_t = b_t d_m_t
       for (int64_t t = 0; t < count_; ++t) {
         const Real* d_written = d_writer_[0].value[t];
         if (to.rate.data) to.rate[first + t] = dot(d_written, error_[t], values_);
@@ -131,7 +133,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
       }
     }
     deliver(padded_d_value_, values_, to.v, first);
-    if (needed) {
+    if (needed) {  // G = c_C * G * Z_C + (q_t * c_t)^T (d_out_t * Z_t) + (y_t * c_{t-1})^T d_r_t
       const auto back = [&](Tokens<Real> x, Tokens<const Real> y) {
         return Factors<Real>{constant(x).reversed(rows_), y.reversed(rows_)};
       };
@@ -150,7 +152,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
       multiply_rows(from_row(x, t), y, kTileRows, t + kTileRows, values_, from_row(product, t));
   }
 
-  // The gradients of what tokens read in the state before the chunk, and of F_C and Z_C.
+  // The gradients of what tokens read in the state before the chunk, and of c_C and Z_C.
   void differentiate_reads(bool empty) {
     if (empty) {
       for (const Tokens<Real>& x : {d_seen_query_, d_seen_reader_}) clear(x, rows_);
@@ -162,7 +164,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
     const Tokens<const Real> by_value = constant(state_of_value_);
     multiply_matrices<Real>(kValuesFade ? constant(seen_d_read_) : d_read_, rows_, by_value, values_, keys_, d_seen_query_);
     if constexpr (kRetrieves) multiply_matrices<Real>(constant(d_found_), rows_, by_value, values_, keys_, d_seen_reader_);
-    if constexpr (!kValuesFade) {
+    if constexpr (!kValuesFade) {  // d_c_C: the rows of W * G, summed
       for (int64_t i = 0; i < keys_; i += kLanes<Real>) {
         Vector<Real> sum[kLanes<Real>];
         FWP_UNROLL for (int n = 0; n < kLanes<Real>; ++n) {
@@ -173,7 +175,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
         sum_lanes_of_each<Real>(sum);
         store(d_total_[0] + i, sum[0]);
       }
-    } else {
+    } else {  // d_c_C and d_Z_C: the rows of W * G * Z_C, and the columns of c_C * W * G
       multiply_matrices<Real>(constant(seen_query_), rows_, constant(state_), keys_, values_, read_);
       clear(d_total_of_value_, 1);
       for (int64_t i = 0; i < keys_; ++i) {
@@ -220,7 +222,7 @@ class ForgetChunkBackward : public ForgetChunk<Real, fades, erases> {
               }
             d_value[n].row[r].store_to(d_writer_[n].value[t + r] + j, width);
           }
-          if constexpr (kRetrieves) {
+          if constexpr (kRetrieves) {  // d_r_t = -b_t d_m_t, of a removal -d_m_t of its own writer
             Group<Real, NV>& of_found = d_value[kWriters - 1].row[r];
             of_found.scale(kRemoves ? Real(-1) : -rate_at(in, first, t + r));
             if (t + r >= count_) of_found.clear();

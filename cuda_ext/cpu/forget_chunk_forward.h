@@ -33,9 +33,10 @@ class ForgetChunkForward : public ForgetChunk<Real, fades, erases> {
         prepare_by_head(in, t);
       else
         prepare(in, t);
+      // (q_t * c_t) W, and (y_t * c_{t-1}) W, where y_t is a_t * k_t of a rule that erases with its key.
       read_state(kByHead ? query_ : constant(seen_query_), empty, read_);
       if constexpr (kRetrieves) read_state(kByHead ? writer_[0].key : constant(seen_reader_), empty, found_);
-      if constexpr (kValuesFade) {
+      if constexpr (kValuesFade) {  // nothing is erased: m_s is v_s, and fades like n_s
         load_values(in, {}, t);
         this->template fade_values<Pass::kForward>(constant(read_), read_, output(out, t, values_, read_));
       } else {
@@ -201,7 +202,7 @@ class ForgetChunkForward : public ForgetChunk<Real, fades, erases> {
       constexpr int64_t width = NV * kLanes<Real>;
       for (int64_t t = 0; t < rows_; t += kTileRows) {
         Tile<Real, NV> found;
-        if constexpr (kRetrieves) {
+        if constexpr (kRetrieves) {  // r_t = (y_t * c_{t-1}) W + the sum of A_ts m_s over earlier groups
           FWP_UNROLL for (int r = 0; r < kTileRows; ++r) found.row[r].load_from(found_[t + r] + j, width);
           for (const Writer& w : writer_)
             found.add(0, t, constant(w.value, j),
@@ -210,7 +211,7 @@ class ForgetChunkForward : public ForgetChunk<Real, fades, erases> {
         FWP_UNROLL for (int r = 0; r < kTileRows; ++r) {
           Group<Real, NV> value, earlier;
           value.load_from(given[t + r] + j, width);
-          if constexpr (kRetrieves) {
+          if constexpr (kRetrieves) {  // r_t += A_ts m_s of its own group; e_t = v_t - r_t, or the removal's value is -r_t
             for (const Writer& w : writer_)
               for (int m = 0; m < r; ++m) {
                 earlier.load_from(w.value[t + m] + j, width);
@@ -226,7 +227,7 @@ class ForgetChunkForward : public ForgetChunk<Real, fades, erases> {
               earlier.store_to(writer_[kWriters - 1].value[t + r] + j, width);
             }
           }
-          value.scale(rate_at(in, first, t + r));
+          value.scale(rate_at(in, first, t + r));  // m_t = b_t e_t
           if (t + r >= count_) value.clear();  // zero times what it retrieves need not be zero
           value.store_to(writer_[0].value[t + r] + j, width);
         }

@@ -105,10 +105,12 @@ struct ChunkBackward : ChunkPass<kRows, kErasesKey, kDecays> {
     Product values;  // of the last block, then of the one before
     if constexpr (kRates && kErasesKey) this->load_errors(errors, n, kChunkBlocks - 1, values);
     const bool gives_results = !ends, writes = kErasesKey || gives_results;  // writes: whether d_U is needed
+    // P and the inverses of the diagonal blocks of 1 + b A.
     if (writes)
       this->template make_scores<kExactParts>(chunk.query, chunk.key, chunk.decays, own.scores,
                                               [&](int t, int, float x) { return chunk.rate[t] * x; });
     relay.wait_for_team(team);  // for the scores
+    // d_U = P^T d_out + w K G, from here on transposed.
     Product d_write[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(d_write[t]);
     FWP_UNROLL for (int s = 0; s < kChunkBlocks && writes; ++s) {
@@ -120,7 +122,9 @@ struct ChunkBackward : ChunkPass<kRows, kErasesKey, kDecays> {
     }
     relay.take(i, team, warp, g);
     if (writes) read_g(g, chunk, d_write);
+    // G = c_C G + (c Q)^T d_out.
     add_reads(chunk, g);
+    // From the last block of tokens back: d_U -= A^T D, d_b = d_U . E, D = b d_U, G -= (c K)^T D.
     float of_rates[kChunkBlocks][4];
     FWP_UNROLL for (int t = kChunkBlocks; writes && t-- > 0;) {
       Product& d = d_write[t];

@@ -112,6 +112,7 @@ struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
   FWP_DEVICE void run_chunk(int i, const char* errors, const Stage& chunk, const Scores& scores, const Turns& relay,
                       typename Pass::State& state) const {
     const Decays& decays = chunk.decays;
+    // P and the inverses of the diagonal blocks of 1 + A b.
     if (!rebuilds())
       this->template make_scores<kTokenParts>(chunk.query, chunk.key, decays, scores,
                                               [&](int, int s, float x) { return x * chunk.rate[s]; });
@@ -121,7 +122,7 @@ struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
     relay.wait_for_team(team);  // for the scores
     relay.take(i, team, warp, state);
     if (rebuilds()) states.store(state, this->head() * this->chunks() + n, int(this->slab()) * this->warps + warp);
-    // The transposes of K W and of Q W, for the columns of this warp.
+    // found = (c K W)^T and read = (c Q W)^T, for the columns of this warp.
     Product found[kChunkBlocks], read[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(found[t]), clear(read[t]);
     FWP_UNROLL for (int block = 0; block < kRows / kBlock; ++block) {
@@ -143,6 +144,7 @@ struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
       this->fade_columns(t * kBlock, read[t], from_start);
       this->fade_columns(t * kBlock, found[t], from_start);
     }
+    // E = V - c K W - A U, U = b E, and before U fades read += (P U)^T, from the first block of tokens on.
     Factor write[kChunkBlocks][kWriteParts];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
@@ -156,6 +158,7 @@ struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
       }
       if (kDecays && gives_results) read_scores(t, scores, write, read[t]);
     }
+    // W = c_C W + (w K)^T U, with w in U.
     if constexpr (kDecays) {
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
         this->fade_columns(t * kBlock, found[t], [&](int s) { return decays.to_end(s); });

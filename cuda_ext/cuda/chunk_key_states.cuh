@@ -220,12 +220,15 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     relay.take(i, this->team(), this->warp(), state);
     Product read[kChunkBlocks], found[kChunkBlocks], given[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]), clear(given[t]);
+    // read = c Q W, found = c K W or of a removal c- y W; in reverse found = w K G, or of a removal w x G and given = w K G.
     read_state(gives_results, memory, state, read, found, given);
     Factor value[kChunkBlocks][kInputParts], write[kChunkBlocks][kStateParts];
     if constexpr (kReverse || !kErasesKey) chunk.value.template load<kAligned>(this->own_column(), value);
+    // In reverse found += P^T d_out, or X^T d_out of a removal.
     if constexpr (kReverse && kFinds)
       if (kSolves || gives_results)
         read_later<kSolves ? kExactParts : kResultParts>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
+    // E = V - found - A E, or of a removal -found - R V - Y E. In reverse D = found - A^T D, or found - Y^T D.
     if constexpr (kSolves) {
       if constexpr (!kReverse) take_away(value, chunk, this->own_column(), found);
       solve(chunk, found, write);
@@ -233,10 +236,12 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     // What needs no other chunk: after the state where a team waits for that, else before it, to have fewer numbers in registers.
     const auto read_chunk = [&] {
       if (!gives_results) return;
+      // out = read + P E, or of a removal read + P V + X E.
       if constexpr (kReads && !kFadesValues) {
         if constexpr (!kErasesKey) read_earlier<kInputParts>(value, chunk.scores, read);
         if constexpr (kSolves) read_earlier<kResultParts>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
       }
+      // d_V = P^T d_out + given - R^T D.
       if constexpr (kGives) {
         read_later<kResultParts>(value, chunk.scores, given);
         read_later<kResultParts>(write, chunk.scores + Pass::kFound, given);
@@ -248,6 +253,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     };
     if constexpr (Pass::kMostTeams == 1) read_chunk();
     before_writes();
+    // W = c_C W + (w K)^T E, of a removal with V, and + (w x)^T E; in reverse G = c_C G + (c Q)^T d_out - (c K)^T D, or c- y.
     if constexpr (kFadesValues) {
       fade_values(n, chunk, memory, read, state, [&] { give(i, relay, state); });
     } else {
