@@ -14,16 +14,16 @@ namespace fwp::cuda {
 
 template <int kRows, bool kErasesKey, bool kDecays>
 struct ChunkBackward : ChunkPass<kRows, kErasesKey, kDecays> {
-  using Pass = ChunkPass<kRows, kErasesKey, kDecays>;
-  using Pass::kRates;
-  using State = typename Pass::State;
+  using Base = ChunkPass<kRows, kErasesKey, kDecays>;
+  using Base::kRates;
+  using State = typename Base::State;
   static constexpr int kMostThreads = kThreadsOfTeams<kRows>;
-  using Turns = Relay<kRows, Pass::kMostTeams>;
+  using Turns = Relay<kRows, Base::kMostTeams>;
 
   Brought d_out, value;  // value: the errors, if the rule erases
   Matrices<const float> d_final;
   float* d_initial;
-  Output d_v, d_rate;
+  OutputArray d_v, d_rate;
   StateGradients<kRows, kDecays> gradients;  // G after each chunk
   float* ends;  // if given, only the ends of segments are computed: see store_ends(). Their transitions are known
 
@@ -183,7 +183,7 @@ struct ChunkBackward : ChunkPass<kRows, kErasesKey, kDecays> {
   }
 
   // g = c_C g + (c Q)^T d_out
-  FWP_DEVICE void add_reads(const Stage& chunk, typename Pass::State& g) const {
+  FWP_DEVICE void add_reads(const Stage& chunk, typename Base::State& g) const {
     Factor d_read[kChunkBlocks][1];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       chunk.d_out.left_transposed(t * kBlock, this->own_column(), d_read[t][0]);

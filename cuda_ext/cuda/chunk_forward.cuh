@@ -34,15 +34,15 @@ using StateGradients = ChunkMatrices<kRows, std::conditional_t<kDecays, float, B
 
 template <int kRows, bool kErasesKey, bool kDecays>
 struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
-  using Pass = ChunkPass<kRows, kErasesKey, kDecays>;
-  using Pass::kWriteParts, Pass::kRates;
+  using Base = ChunkPass<kRows, kErasesKey, kDecays>;
+  using Base::kWriteParts, Base::kRates;
   static constexpr int kMostThreads = kThreadsOfTeams<kRows>;
-  using Turns = Relay<kRows, Pass::kMostTeams>;
+  using Turns = Relay<kRows, Base::kMostTeams>;
 
   Brought value;  // of a rule that erases, the errors if states are rebuilt
   Matrices<const float> initial;
   float *final, *kept;  // kept: after each whole chunk, of a rule with decays
-  Output out;
+  OutputArray out;
   float* error;  // (heads, tokens, columns)
   float* ends;   // if given, only the ends of segments are computed: see store_ends()
   ChunkMatrices<kRows, Bfloat16> states;  // if given, only the states before each chunk are rebuilt, of a rule without decays
@@ -79,7 +79,7 @@ struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
     const Memory memory(carver, *this);
     const int team = this->team();
     const OfTeam own = memory.of_teams[team];
-    typename Pass::State state;
+    typename Base::State state;
     ends ? this->load_identity(state) : this->load(initial, state);
     this->put_starts({&this->query, &this->key, &value, &this->rate, &this->decay}, memory.starts);
     const int chunks = int(this->end() - this->begin());
@@ -110,7 +110,7 @@ struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
 
   // Chunk i of the segment.
   FWP_DEVICE void run_chunk(int i, const char* errors, const Stage& chunk, const Scores& scores, const Turns& relay,
-                      typename Pass::State& state) const {
+                      typename Base::State& state) const {
     const Decays& decays = chunk.decays;
     // P and the inverses of the diagonal blocks of 1 + A b.
     if (!rebuilds())

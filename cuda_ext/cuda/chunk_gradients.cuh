@@ -88,14 +88,14 @@ struct StateBefore {
 
 template <int kRows, bool kErasesKey, bool kDecays>
 struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
-  using Pass = ChunkPass<kRows, kErasesKey, kDecays, 1>;
-  using Pass::kRates;
+  using Base = ChunkPass<kRows, kErasesKey, kDecays, 1>;
+  using Base::kRates;
 
   Brought d_out, value, d;  // value: the errors, if the rule erases
   ChunkMatrices<kRows, Bfloat16> states;  // of a rule without decays
   const float *initial, *kept;            // of a rule with decays: the states before the sequence and after whole chunks
   StateGradients<kRows, kDecays> gradients;
-  Output d_q, d_k, d_decay;
+  OutputArray d_q, d_k, d_decay;
 
   struct Memory {
     const char** starts;
@@ -200,7 +200,7 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
     }
   }
   FWP_DEVICE void load_gradient(int64_t n, const Memory& memory) const {
-    typename Pass::State g;
+    typename Base::State g;
     gradients.load(this->head() * this->chunks() + n, this->warp(), g);
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
       for_pairs(g[i], [&](int j, int r, float x, float y) {
@@ -210,7 +210,7 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
   }
 
   // <G, W> over this warp's columns.
-  FWP_DEVICE void sum_state(const Memory& memory, const typename Pass::State& g) const {
+  FWP_DEVICE void sum_state(const Memory& memory, const typename Base::State& g) const {
     const StateBefore<kRows, kDecays>& state = memory.state;
     const float* const from = state.exact + pair() * state.pitch + this->own_column() + line();
     float sum = 0;
@@ -346,7 +346,7 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
     }
   }
 
-  FWP_DEVICE void store_keys(const Output& to, int64_t n, int row, int column, Product& x) const {
+  FWP_DEVICE void store_keys(const OutputArray& to, int64_t n, int row, int column, Product& x) const {
     if (!to.data) return;
     Bfloat16* const data = static_cast<Bfloat16*>(to.data) + this->first_token(n) * this->size.rows;
     const int tokens = this->count(n);

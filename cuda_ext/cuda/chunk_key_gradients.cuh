@@ -26,8 +26,9 @@ namespace fwp::cuda {
 
 template <Rule kRule, int kInputParts>
 struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
-  using Pass = ChunkKeyParallel<kRule, kInputParts>;
-  using Pass::kErasesKey, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kResultParts;
+  using Base = ChunkKeyParallel<kRule, kInputParts>;
+  using typename Base::WarpTokens;
+  using Base::kErasesKey, Base::kRemoves, Base::kSolves, Base::kFadesValues, Base::kResultParts;
   static constexpr int kValueParts = kFadesValues ? kResultParts : kInputParts;  // of d_out and of what is written
 
   // value: V; removed: E, or -E of a removal, in float32; d_removed: D; value_decay: z.
@@ -36,7 +37,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
   const float *initial, *kept, *gradients;  // the states before chunk 0 and after each whole one; G for each chunk
   int row, column;                          // the strides of a state
   bool in_pairs;                            // whether two numbers of a state can be loaded at once
-  Output d_q, d_k, d_rate, d_decay, d_removal_key, d_removal;
+  OutputArray d_q, d_k, d_rate, d_decay, d_removal_key, d_removal;
 
   static constexpr int kGroupSize = kSpan * kSpan + kSpan;  // groups in different banks
 
@@ -44,7 +45,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
   using Columns = Shared[kValueParts];
   struct Memory {
     const char** starts;
-    typename Pass::Tokens tokens;
+    typename Base::TokensOfWarps tokens;
     Columns value, d_out, d_removed;  // what is written; d_out; D of a rule that erases. Those of a removal take turns in two
     Shared d_scores[kResultParts];  // d_P or d_A in parts, with its transpose above the diagonal
     float *in_group, *d_rate, *d_decay;  // dP_ts or dA_ts of each group at (s, t); (warps, 32); the same, of a decay by head
@@ -108,10 +109,8 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
   }
 
  private:
-  static constexpr int kValue = Pass::kOwnStarts, kDOut = kValue + 1, kRemoved = kValue + 2, kDRemoved = kValue + 3,
+  static constexpr int kValue = Base::kOwnStarts, kDOut = kValue + 1, kRemoved = kValue + 2, kDRemoved = kValue + 3,
                        kValueDecay = kValue + 4, kDocuments = kValue + 5;  // of the starts
-
-  using Tokens = typename Pass::OfWarp;
 
   struct Slice {
     KeySlice keys;
@@ -124,7 +123,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
 
   FWP_DEVICE Scratch& scratch(const Memory& memory) const { return memory.scratch[this->warp()]; }
 
-  FWP_DEVICE void load(int64_t n, const Tokens& tokens, const Memory& memory) const {
+  FWP_DEVICE void load(int64_t n, const WarpTokens& tokens, const Memory& memory) const {
     const char* const* const starts = memory.starts;
     const Scalars scalars = this->load_tokens(starts, starts[kDocuments], n, tokens);
     if constexpr (kFadesValues) {
@@ -209,7 +208,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
   // The terms of a reader of a removal with both writers. The decays are loaded again, because otherwise the products of one
   // round would wait in registers for the next.
   template <bool kErased>
-  FWP_DEVICE void add_terms_of_writers(int64_t n, const Tokens& tokens, const Memory& memory, Slice& slice) const {
+  FWP_DEVICE void add_terms_of_writers(int64_t n, const WarpTokens& tokens, const Memory& memory, Slice& slice) const {
     FWP_UNROLL_BY(1) for (int writer = 0; writer < 2; ++writer) {
       tokens.load_decays(0, slice.keys);
       writer > 0 ? tokens.removal.load(0, slice.keys.writer) : tokens.load_keys(0, slice.keys.writer);
@@ -258,7 +257,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
       FWP_UNROLL_BY(1) for (int j = 0; j < this->value_columns(); j += kBlock) {
         Factor left[kValueParts];
         FWP_UNROLL for (int m = 0; m < kValueParts; ++m) d_out[m].left(row, j, left[m]);
-        Pass::template accumulate<kValueParts>(
+        Base::template accumulate<kValueParts>(
             d_score, left, [&](int m, Factor& right) { value[m].right_transposed(column, j, right); });
       }
       for_elements(d_score, [&](int t, int s, float x) {
@@ -349,7 +348,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
   FWP_DEVICE static void multiply_columns(const Columns& rows, int t, int j, const Factor (&state)[kResultParts], Product& to) {
     Factor left[kValueParts];
     FWP_UNROLL for (int m = 0; m < kValueParts; ++m) rows[m].left(t * kBlock, j, left[m]);
-    Pass::template accumulate<kResultParts>(
+    Base::template accumulate<kResultParts>(
         to, left, [&](int m, Factor& right) { FWP_UNROLL for (int i = 0; i < 4; ++i) right[i] = state[m][i]; });
   }
 
@@ -479,7 +478,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
 
   // Replace tokens by their gradients. d_writer is the gradient of b K, and if the rule erases, d_reader that of -K where it
   // erases.
-  FWP_DEVICE void put_others(const Tokens& to, const Memory& memory, Slice& slice) const {
+  FWP_DEVICE void put_others(const WarpTokens& to, const Memory& memory, Slice& slice) const {
     KeyNumbers keys;
     to.key.load(0, keys);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
@@ -502,7 +501,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
     if (own_number() == 0) to[this->warp() * kChunkTokens + token] = x;
   }
 
-  FWP_DEVICE void give(int64_t n, const Tokens& tokens, const Memory& memory) const {
+  FWP_DEVICE void give(int64_t n, const WarpTokens& tokens, const Memory& memory) const {
     this->store_vectors(d_q, n, tokens.query);
     this->store_vectors(d_k, n, tokens.key);
     if (tokens.by_key)

@@ -14,9 +14,9 @@ FWP_DEVICE int pair_at(int t, int s) { return t * (t + 1) / 2 + s; }
 
 template <Rule kRule, int kInputParts>
 struct ChunkKeyScores : ChunkKeyParallel<kRule, kInputParts> {
-  using Pass = ChunkKeyParallel<kRule, kInputParts>;
-  using Pass::kErasesKey, Pass::kRemoves, Pass::kScoreParts;
-  static constexpr int kScaledParts = Pass::kSolves ? kExactParts : kScoreParts;
+  using Base = ChunkKeyParallel<kRule, kInputParts>;
+  using Base::kErasesKey, Base::kRemoves, Base::kScoreParts;
+  static constexpr int kScaledParts = Base::kSolves ? kExactParts : kScoreParts;
 
   Bfloat16* scores;  // (heads, chunks, kScoreMatrices, 32, 32): see ChunkKeyPass
 
@@ -27,15 +27,15 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kInputParts> {
   };
   struct Memory {
     const char** starts;
-    typename Pass::Tokens tokens;
+    typename Base::TokensOfWarps tokens;
     Scratch* scratch;
     float* parts;  // (warps, 3, 8, lanes)
     Scores erase;
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyScores& pass)
-        : starts(carver.take<const char*>(Pass::kOwnStarts + 1)), tokens(carver, pass, pass.warps),
+        : starts(carver.take<const char*>(Base::kOwnStarts + 1)), tokens(carver, pass, pass.warps),
           scratch(carver.take<Scratch>(pass.warps)), parts(carver.take<float>(pass.warps * 3 * 8 * kWarp)),
-          erase(carver, 0, Pass::kSolves ? kExactParts : 0) {}
+          erase(carver, 0, Base::kSolves ? kExactParts : 0) {}
   };
 
   FWP_DEVICE void run() const {
@@ -44,7 +44,7 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kInputParts> {
     const int64_t n = this->chunk();
     this->put_starts(memory.starts);
     const auto tokens = memory.tokens[this->warp()];
-    this->load_tokens(memory.starts, memory.starts[Pass::kOwnStarts], n, tokens);
+    this->load_tokens(memory.starts, memory.starts[Base::kOwnStarts], n, tokens);
     commit_copies();
     wait_copies<0>();
     __syncwarp();
@@ -52,21 +52,21 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kInputParts> {
     tokens.load_decays(0, keys);
     tokens.query.load(0, keys.reader);
     tokens.load_keys(0, keys.writer);
-    Bfloat16* const to = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
+    Bfloat16* const to = scores + (this->head() * this->chunks() + n) * Base::kScoreMatrices * kMatrix;
     give<false, kScoreParts>(keys, memory, 1, to);
     if constexpr (kErasesKey) {
       tokens.key.load(0, keys.reader);
-      give_erased<false>(keys, memory, to + Pass::kErased * kMatrix);
+      give_erased<false>(keys, memory, to + Base::kErased * kMatrix);
     }
     if constexpr (kRemoves) {
       KeyNumbers written;
       for_numbers([&](int t, int e) { written[t][e] = keys.writer[t][e]; });
       tokens.removal.load(0, keys.writer);
-      give<false, kExactParts>(keys, memory, 1, to + Pass::kReadRemoved * kMatrix);
+      give<false, kExactParts>(keys, memory, 1, to + Base::kReadRemoved * kMatrix);
       tokens.load_removal_keys(0, keys.reader);
-      give_erased<true>(keys, memory, to + Pass::kErased * kMatrix);
+      give_erased<true>(keys, memory, to + Base::kErased * kMatrix);
       for_numbers([&](int t, int e) { keys.writer[t][e] = written[t][e]; });
-      give<true, kExactParts>(keys, memory, -1, to + Pass::kFound * kMatrix);
+      give<true, kExactParts>(keys, memory, -1, to + Base::kFound * kMatrix);
     }
   }
 
@@ -174,7 +174,7 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kInputParts> {
       at[0] = x, at[1] = y;
     });
     __syncwarp();
-    if (b < kChunkBlocks && lane() < kBlock) Pass::invert(memory.erase, b, lane());
+    if (b < kChunkBlocks && lane() < kBlock) Base::invert(memory.erase, b, lane());
   }
   FWP_DEVICE void give_erase(const Scores& from, Bfloat16* to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;

@@ -15,10 +15,10 @@ namespace fwp::cuda {
 
 template <int kRows, Rule kRule, int kInputParts, bool kReverse>
 struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
-  using Pass = ChunkKeyPass<kRows, kRule, kInputParts>;
-  using State = typename Pass::State;
-  using Turns = Relay<kRows, Pass::kMostTeams>;
-  using Pass::kErasesKey, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kResultParts;
+  using Base = ChunkKeyPass<kRows, kRule, kInputParts>;
+  using State = typename Base::State;
+  using Turns = Relay<kRows, Base::kMostTeams>;
+  using Base::kErasesKey, Base::kRemoves, Base::kSolves, Base::kFadesValues, Base::kResultParts;
   static constexpr bool kReads = !kReverse;                               // out
   static constexpr bool kFinds = kSolves || (kReverse && !kFadesValues);  // D, or what E takes away
   static constexpr bool kGives = kRemoves && kReverse;                    // d_V next to D
@@ -34,29 +34,29 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
   const Bfloat16* scores;
   Matrices<const float> initial;
   float *final, *kept;  // kept: the state after each whole chunk; in reverse, the gradient of the state after each chunk
-  Output out;          // in reverse, d_V
-  Output d_removed;    // D of a removal
-  float* error;        // (heads, tokens, columns): E, or of a removal what y retrieves
-  float* ends;         // if given, only the ends of segments are computed: see store_ends()
+  OutputArray out;        // in reverse, d_V
+  OutputArray d_removed;  // D of a removal
+  float* error;           // (heads, tokens, columns): E, or of a removal what y retrieves
+  float* ends;            // if given, only the ends of segments are computed: see store_ends()
 
   struct Stage {
     ValueTile<kInputParts> value;
     TokenVectors<HalfOf<kInputParts>> value_decay;
-    Shared scores[Pass::kScoreMatrices];
+    Shared scores[Base::kScoreMatrices];
 
     FWP_BOTH Stage(Carver& carver, const ChunkKeyStates& pass)
         : value(carver, kChunkTokens, pass.block_columns(), pass.value.type),
           value_decay(carver, kFadesValues ? kChunkTokens : 0, pass.block_columns(), pass.value_decay.type) {
-      FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices && kScored; ++m)
+      FWP_UNROLL for (int m = 0; m < Base::kScoreMatrices && kScored; ++m)
         scores[m] = carver.matrix(kChunkTokens, kChunkTokens);
     }
   };
   // Scaled tokens in parts: c Q, w K, what erases (c K or c- y), and w x.
   struct OfTeam {
     Grouped<Bfloat16> query[kExactParts], key[kExactParts], eraser[kExactParts], removal[kExactParts];
-    float* total;                   // c_C
+    float* total;                        // c_C
     WarpScratch<kResultParts>* scratch;  // of each warp, to exchange numbers
-    typename Pass::Tokens tokens;
+    typename Base::SharedTokens tokens;
     Stages<Stage, ChunkKeyStates> stages;
 
     FWP_BOTH OfTeam(Carver& carver, const ChunkKeyStates& pass)
@@ -81,7 +81,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     Copies<OfTeam, ChunkKeyStates> of_teams;
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyStates& pass)
-        : starts(carver.take<const char*>(Pass::kOwnStarts + 3)), relay(carver, pass.warps, pass.teams),
+        : starts(carver.take<const char*>(Base::kOwnStarts + 3)), relay(carver, pass.warps, pass.teams),
           of_teams(carver, pass, pass.teams) {}
   };
 
@@ -92,7 +92,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     const int team = this->team();
     const OfTeam own = memory.of_teams[team];
     State state;
-    Pass::kHasSegments && !kReverse && ends ? this->load_transition(state) : this->load(initial, state);
+    Base::kHasSegments && !kReverse && ends ? this->load_transition(state) : this->load(initial, state);
     if (kReverse && team == 0) this->store(state, kept, this->head() * this->chunks() + chunk_of(0));
     this->put_starts(memory.starts, value, value_decay);
     const int chunks = int(this->end() - this->begin());
@@ -121,7 +121,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
   }
 
  private:
-  static constexpr int kValueStart = Pass::kOwnStarts;
+  static constexpr int kValueStart = Base::kOwnStarts;
 
   // Chunk i of the segment, in the order of the pass.
   FWP_DEVICE int64_t chunk_of(int i) const { return kReverse ? this->end() - 1 - i : this->begin() + i; }
@@ -139,15 +139,15 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
   FWP_DEVICE void bring_scores(int64_t n, const Stage& to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
     if (!kScored || !scores) return;  // without scores only states are wanted
-    const Bfloat16* const from = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
-    FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices; ++m)
+    const Bfloat16* const from = scores + (this->head() * this->chunks() + n) * Base::kScoreMatrices * kMatrix;
+    FWP_UNROLL for (int m = 0; m < Base::kScoreMatrices; ++m)
       FWP_UNROLL_BY(1) for (int at = this->thread(); at < kMatrix / per_piece; at += this->warps * kWarp)
         copy_later(to.scores[m].at(at / of_row, at % of_row * per_piece), from + m * kMatrix + at * per_piece, true);
   }
 
   // What reads the state, what writes to it, or both. The warps share the numbers of a key.
   template <bool kReaders, bool kWriters>
-  FWP_DEVICE void scale(const typename Pass::Tokens& tokens, const OfTeam& memory) const {
+  FWP_DEVICE void scale(const typename Base::SharedTokens& tokens, const OfTeam& memory) const {
     FWP_UNROLL_BY(1) for (int column = this->own_column(); column < kRows; column += this->block_columns()) {
       KeySlice keys;
       tokens.load_decays(column, keys);
@@ -216,7 +216,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
   FWP_DEVICE void run_chunk(int i, const Stage& chunk, const OfTeam& memory, const Turns& relay, State& state,
                       F before_writes) const {
     const int64_t n = chunk_of(i);
-    const bool gives_results = !Pass::kHasSegments || !ends;  // some do not affect the state
+    const bool gives_results = !Base::kHasSegments || !ends;  // some do not affect the state
     relay.take(i, this->team(), this->warp(), state);
     Product read[kChunkBlocks], found[kChunkBlocks], given[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]), clear(given[t]);
@@ -227,7 +227,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     // In reverse found += P^T d_out, or X^T d_out of a removal.
     if constexpr (kReverse && kFinds)
       if (kSolves || gives_results)
-        read_later<kSolves ? kExactParts : kResultParts>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
+        read_later<kSolves ? kExactParts : kResultParts>(value, chunk.scores + (kRemoves ? Base::kReadRemoved : 0), found);
     // E = V - found - A E, or of a removal -found - R V - Y E. In reverse D = found - A^T D, or found - Y^T D.
     if constexpr (kSolves) {
       if constexpr (!kReverse) take_away(value, chunk, this->own_column(), found);
@@ -239,19 +239,19 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
       // out = read + P E, or of a removal read + P V + X E.
       if constexpr (kReads && !kFadesValues) {
         if constexpr (!kErasesKey) read_earlier<kInputParts>(value, chunk.scores, read);
-        if constexpr (kSolves) read_earlier<kResultParts>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
+        if constexpr (kSolves) read_earlier<kResultParts>(write, chunk.scores + (kRemoves ? Base::kReadRemoved : 0), read);
       }
       // d_V = P^T d_out + given - R^T D.
       if constexpr (kGives) {
         read_later<kResultParts>(value, chunk.scores, given);
-        read_later<kResultParts>(write, chunk.scores + Pass::kFound, given);
+        read_later<kResultParts>(write, chunk.scores + Base::kFound, given);
       }
       FWP_UNROLL for (int t = 0; t < kChunkBlocks && kReads && kSolves; ++t) {
         if constexpr (kRemoves) for_elements(found[t], [](int, int, float& x) { x = -x; });
         this->store_errors(error, n, t, found[t]);
       }
     };
-    if constexpr (Pass::kMostTeams == 1) read_chunk();
+    if constexpr (Base::kMostTeams == 1) read_chunk();
     before_writes();
     // W = c_C W + (w K)^T E, of a removal with V, and + (w x)^T E; in reverse G = c_C G + (c Q)^T d_out - (c K)^T D, or c- y.
     if constexpr (kFadesValues) {
@@ -260,7 +260,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
       change(memory, value, write, state);
       give(i, relay, state);
     }
-    if constexpr (Pass::kMostTeams > 1) read_chunk();
+    if constexpr (Base::kMostTeams > 1) read_chunk();
     if (gives_results) chunk.value.typed([&](const auto& through) {
       if constexpr (kReverse && kRemoves) this->store_results(d_removed, n, found, through);
       if constexpr (!kReverse || !kFadesValues)
@@ -273,7 +273,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     const int64_t n = chunk_of(i);
     const bool is_last = kReverse ? n == this->begin() : n + 1 == this->end();
     relay.give(is_last, this->team(), this->warp(), state);
-    if (Pass::kHasSegments && ends && is_last) this->store_ends(state, ends);
+    if (Base::kHasSegments && ends && is_last) this->store_ends(state, ends);
     if constexpr (kReverse) {
       if (!is_last) this->store(state, kept, this->head() * this->chunks() + n - 1);
       if (n == 0) this->store(state, final, this->head());
@@ -289,7 +289,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
                                       Product (&x)[kChunkBlocks]) {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       FWP_UNROLL for (int s = 0; s <= t; ++s)
-        Pass::template accumulate<kResultParts>(x[t], greatest<most>(columns[s]), [&](int m, Factor& right) {
+        Base::template accumulate<kResultParts>(x[t], greatest<most>(columns[s]), [&](int m, Factor& right) {
           scores[m].right_transposed(t * kBlock, s * kBlock, right);
         });
   }
@@ -298,7 +298,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
                                     Product (&x)[kChunkBlocks]) {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       FWP_UNROLL for (int s = t; s < kChunkBlocks; ++s)
-        Pass::template accumulate<of_scores>(x[t], greatest<(parts < of_scores ? parts : of_scores)>(columns[s]),
+        Base::template accumulate<of_scores>(x[t], greatest<(parts < of_scores ? parts : of_scores)>(columns[s]),
                                              [&](int m, Factor& right) { scores[m].right(s * kBlock, t * kBlock, right); });
   }
 
@@ -314,7 +314,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
         for_elements(x[t], [](int, int, float& number) { number = -number; });
         FWP_UNROLL for (int s = 0; s <= t; ++s)
           add_product<kExactParts>(x[t], value[s], [&](int m, Factor& right) {
-            chunk.scores[Pass::kFound + m].right_transposed(t * kBlock, s * kBlock, right);
+            chunk.scores[Base::kFound + m].right_transposed(t * kBlock, s * kBlock, right);
           });
       }
     }
@@ -455,7 +455,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
   template <int of_rows, int of_state>
   FWP_DEVICE static void read_rows(const Factor (&state)[of_state], const Grouped<Bfloat16> (&rows)[kExactParts], int t, int i,
                                    Product& to) {
-    Pass::template accumulate<of_rows>(
+    Base::template accumulate<of_rows>(
         to, state, [&](int m, Factor& right) { rows[m].right_transposed(t * kBlock, i * kBlock, right); });
   }
 
@@ -463,7 +463,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
   FWP_DEVICE static void solve(const Stage& chunk, Product (&x)[kChunkBlocks], Factor (&parts)[kChunkBlocks][kStateParts]) {
     const auto add_erased = [&](int from, int to) {
       add_product<kExactParts>(x[to], parts[from], [&](int m, Factor& right) {
-        const Shared& erase = chunk.scores[Pass::kErased + m];
+        const Shared& erase = chunk.scores[Base::kErased + m];
         kReverse ? erase.right(from * kBlock, to * kBlock, right)
                  : erase.right_transposed(to * kBlock, from * kBlock, right);
       });

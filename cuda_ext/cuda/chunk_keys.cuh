@@ -333,7 +333,7 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
   static constexpr bool kSolves = kErasesKey || kRemoves;  // for E
   static constexpr bool kFadesValues = fades_of(kRule) == Fades::kKeyAndValue;
   using Base = ChunkPass<kRows, kSolves, true, kTeamLimit>;
-  using Tokens = KeyTokens<kInputParts, kRemoves>;
+  using SharedTokens = KeyTokens<kInputParts, kRemoves>;
   // Parts of products of tokens that results have as factors. A state that is read has as many as an input.
   static constexpr int kResultParts = kInputParts == 1 ? kTokenParts : kExactParts;
   // Without solving, a transition is a vector. Where values fade, it would be two: there are no segments. Nor are there in
@@ -350,7 +350,7 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
   bool by_key;  // whether decays are vectors; always in bfloat16, whose other decays have kernels of their own
 
   // With kRows numbers of the keys.
-  FWP_BOTH Tokens take_tokens(Carver& carver) const {
+  FWP_BOTH SharedTokens take_tokens(Carver& carver) const {
     return {carver, kRows, this->query.type, this->decay.type, kInputParts == 1 || by_key, removal_key.type, removal.type};
   }
 
@@ -380,7 +380,7 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
     Base::put_starts(all, starts);
   }
   // The numbers of the keys from `column` on, by so many threads.
-  FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const Tokens& to, int column, int thread,
+  FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const SharedTokens& to, int column, int thread,
                                int threads) const {
     const auto bring_vectors = [&](const Brought& from, const char* start, const auto& vectors) {
       vectors.typed([&](const auto& target) {
@@ -411,21 +411,21 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
 // A pass with a block for each chunk, for any Dk: a warp has 16 numbers of the keys, in shared memory of its own.
 template <Rule kRule, int kInputParts>
 struct ChunkKeyParallel : ChunkKeyPass<kBlock, kRule, kInputParts, 1> {
-  using Pass = ChunkKeyPass<kBlock, kRule, kInputParts, 1>;
+  using Base = ChunkKeyPass<kBlock, kRule, kInputParts, 1>;
 
-  struct OfWarp : Pass::Tokens {
-    FWP_BOTH OfWarp(Carver& carver, const ChunkKeyParallel& pass) : Pass::Tokens(pass.take_tokens(carver)) {}
+  struct WarpTokens : Base::SharedTokens {
+    FWP_BOTH WarpTokens(Carver& carver, const ChunkKeyParallel& pass) : Base::SharedTokens(pass.take_tokens(carver)) {}
   };
-  using Tokens = Copies<OfWarp, ChunkKeyParallel>;
+  using TokensOfWarps = Copies<WarpTokens, ChunkKeyParallel>;
 
-  FWP_DEVICE Scalars load_tokens(const char* const* starts, const char* documents, int64_t n, const OfWarp& to) const {
+  FWP_DEVICE Scalars load_tokens(const char* const* starts, const char* documents, int64_t n, const WarpTokens& to) const {
     this->bring_tokens(starts, n, to, this->own_column(), lane(), kWarp);
     const Scalars scalars = this->ask(starts, documents, n, lane());
     this->put_scalars(scalars, to);
     return scalars;
   }
   template <typename Vectors>
-  FWP_DEVICE void store_vectors(const Output& to, int64_t n, const Vectors& from) const {
+  FWP_DEVICE void store_vectors(const OutputArray& to, int64_t n, const Vectors& from) const {
     from.typed([&](const auto& source) {
       this->store_tokens(to, n, source, 0, kBlock, this->own_column(), this->size.rows, lane(), kWarp);
     });

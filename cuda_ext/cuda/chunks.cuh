@@ -30,12 +30,12 @@ constexpr int kExactParts = 3;       // parts that hold all digits of float32
 constexpr int kTokenParts = 2;    // parts of products of two tokens that do not affect a state
 
 // An input, and whether it can be copied 16 bytes at a time.
-struct Brought : Input {
+struct Brought : InputArray {
   bool by_pieces = false;
 
   Brought() = default;
-  Brought(const Input& from, int64_t width)
-      : Input(from), by_pieces(in_pieces(from.data, from.type, width, from.batch, from.head, from.token)) {}
+  Brought(const InputArray& from, int64_t width)
+      : InputArray(from), by_pieces(in_pieces(from.data, from.type, width, from.batch, from.head, from.token)) {}
 };
 
 // Divides numbers below 2^31 by a positive number with a multiplication, because a division takes about 80 cycles. `factor` is 2^k /
@@ -476,7 +476,8 @@ struct ChunkPass {
 
   // Stores the transposed results of this warp's columns. They go through shared memory that only this warp uses.
   template <typename Through>
-  FWP_DEVICE void store_results(const Output& to, int64_t n, Product (&results)[kChunkBlocks], const Through& through) const {
+  FWP_DEVICE void store_results(const OutputArray& to, int64_t n, Product (&results)[kChunkBlocks],
+                                const Through& through) const {
     __syncwarp();
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       for_elements(results[t], [&](int j, int s, float x) { through.put(t * kBlock + s, own_column() + j, x); });
@@ -485,7 +486,7 @@ struct ChunkPass {
   }
 
   // Stores one number per token: the sum of those of all warps, (warps, 32). The first warp does it.
-  FWP_DEVICE void store_sums(const Output& to, int64_t n, const float* parts, bool is_zero = false) const {
+  FWP_DEVICE void store_sums(const OutputArray& to, int64_t n, const float* parts, bool is_zero = false) const {
     if (warp() > 0) return;
     float sum = 0;
     FWP_UNROLL_BY(1) for (int w = 0; w < warps; ++w) sum += parts[w * kChunkTokens + lane()];
@@ -495,7 +496,7 @@ struct ChunkPass {
   // Stores `width` numbers of each token of chunk n from shared memory, 16 bytes at a time if possible: from `column` of `from`,
   // to `at` of `limit` numbers per token. This thread takes pieces `thread`, `thread` + `threads`, ...
   template <typename From>
-  FWP_DEVICE void store_tokens(const Output& to, int64_t n, const From& from, int column, int width, int at, int limit,
+  FWP_DEVICE void store_tokens(const OutputArray& to, int64_t n, const From& from, int column, int width, int at, int limit,
                                int thread, int threads) const {
     if (!to.data) return;
     using T = typename From::Number;
@@ -521,7 +522,7 @@ struct ChunkPass {
     }
   }
   // Stores one number per token, held by lane t of the first warp.
-  FWP_DEVICE void store_scalar(const Output& to, int64_t n, float x) const {
+  FWP_DEVICE void store_scalar(const OutputArray& to, int64_t n, float x) const {
     const int t = thread();
     if (!to.data || t >= count(n)) return;
     with_element<float>(to.type, [&](auto* number) {

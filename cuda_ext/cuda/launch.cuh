@@ -83,12 +83,12 @@ struct Kernels {
       scan.final = matrices<Real>(to.state, call.size), scan.kept = matrices<Real>(to.kept, call.size);
       scan.arrays.outputs[Scan::kOut] = to.out;
       if constexpr (kErases != Erases::kNothing) scan.arrays.outputs[Scan::kRetrieved] =
-            Output{to.retrieved, state_type(call.type)};
+            OutputArray{to.retrieved, state_type(call.type)};
       return launch_scan(scan, gpu, call.stream);
     });
   }
 
-  static const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+  static const char* backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to) {
     Gpu gpu;
     if (const char* error = query(&gpu)) return error;
     const Way how = way(call, gpu, true);
@@ -99,7 +99,7 @@ struct Kernels {
       using Real = decltype(zero);
       using Scan = RecurrentBackward<Real, kFades, kErases>;
       const Sizes& size = call.size;
-      const Tokens& error = kErasesKey ? more.retrieved : in.v;
+      const InputArray& error = kErasesKey ? more.retrieved : in.v;
       Scan scan{};
       set_inputs(scan, call, in);
       const BackwardPlan by = plan_backward<Scan>(scan.size, gpu);
@@ -107,12 +107,12 @@ struct Kernels {
       scan.arrays.column(Scan::kDOut) = more.d_out;
       scan.arrays.column(Scan::kError) = error;
       scan.arrays.outputs[Scan::kDV] = to.v;
-      scan.arrays.outputs[Scan::kDWrite] = Output{memory.d_write, state_type(call.type)};
+      scan.arrays.outputs[Scan::kDWrite] = OutputArray{memory.d_write, state_type(call.type)};
       if constexpr (Scan::kByValue) scan.arrays.outputs[Scan::kDValueDecay] = to.value_decay;
       scan.kept = matrices<Real>(more.kept, size);
       scan.d_final = matrices<Real>(more.d_state, size), scan.d_first = matrices<Real>(to.state, size);
-      Target rows[Scan::Arrays::parts().row_outputs] = {to.q, to.k};
-      if constexpr (kDecays) rows[Scan::kDDecay] = kByHead ? Target{memory.d_decay, state_type(call.type)} : to.key_decay;
+      OutputArray rows[Scan::Arrays::parts().row_outputs] = {to.q, to.k};
+      if constexpr (kDecays) rows[Scan::kDDecay] = kByHead ? OutputArray{memory.d_decay, state_type(call.type)} : to.key_decay;
       if constexpr (Scan::kRemoves) {
         scan.arrays.column(Scan::kFound) = more.retrieved;
         rows[Scan::kDRemovalKey] = to.removal_key, rows[Scan::kDRemoval] = to.removal;
@@ -126,7 +126,7 @@ struct Kernels {
         scan.kept = matrices<Real>(static_cast<const Real*>(memory.kept), size);
       }
       if (!text) text = launch_backward(scan, by, memory, gpu, rows, call.stream);
-      const auto sum = [&](const Real* x, const Tokens& y, int64_t width, const Target& out) -> const char* {
+      const auto sum = [&](const Real* x, const InputArray& y, int64_t width, const OutputArray& out) -> const char* {
         if (!out.data) return nullptr;
         return launch_sums(TokenSums<Real>{x, y, size.H, size.L, size.B * size.H * size.L, int(width), out}, call.stream);
       };
@@ -147,7 +147,7 @@ const char* Passes<rule>::forward(const Call& call, const Inputs& in, const Outp
   return detail::Kernels<rule>::forward(call, in, to);
 }
 template <Rule rule>
-const char* Passes<rule>::backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+const char* Passes<rule>::backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to) {
   return detail::Kernels<rule>::backward(call, in, more, to);
 }
 

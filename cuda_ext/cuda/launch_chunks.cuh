@@ -191,17 +191,17 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to,
 }
 
 // A result with one vector of Dv per token, as an input.
-inline Tokens contiguous_tokens(const Target& x, const Sizes& size) {
+inline InputArray contiguous_tokens(const OutputArray& x, const Sizes& size) {
   return {x.data, size.H * size.L * size.Dv, size.L * size.Dv, size.Dv, x.type};
 }
 
 template <bool kErasesKey, bool kDecays>
-const char* chunk_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
+const char* chunk_backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to,
                            const Gpu& gpu) {
   const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) -> const char* {
     constexpr int kRows = decltype(rows)::value;
-    const Tokens& value = kErasesKey ? more.retrieved : in.v;
+    const InputArray& value = kErasesKey ? more.retrieved : in.v;
     const auto fill = [&](auto& pass) {
       pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {value, size.columns};
       pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1}, pass.d_out = {more.d_out, size.columns};
@@ -215,7 +215,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     pass.d_v = to.v, pass.d_rate = to.rate;
     pass.gradients = {memory.gradients, pass.block_columns()};
     const bool in_segments = pass.log_segments > 0;
-    const auto make_states = [&](const Tokens& key, const Tokens& written, int columns) {
+    const auto make_states = [&](const InputArray& key, const InputArray& written, int columns) {
       ChunkForward<kRows, kErasesKey, kDecays> states{};
       set_size(states, size);
       set_columns(states, columns, gpu);
@@ -294,7 +294,7 @@ Pass make_of_chunks(const ScanSize& size, const Inputs& in) {
 
 // A pass from chunk to chunk, with its scores.
 template <typename Pass>
-Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value, const Bfloat16* scores, int columns,
+Pass make_key_states(const ScanSize& size, const Inputs& in, const InputArray& value, const Bfloat16* scores, int columns,
                      const Gpu& gpu) {
   Pass pass{};
   set_keys(pass, size, in);
@@ -305,7 +305,7 @@ Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value
 }
 
 // Where values fade, the values and their decays as keys: dO reads and V writes with z.
-inline Inputs values_as_keys(const Inputs& in, const Tokens& d_out) {
+inline Inputs values_as_keys(const Inputs& in, const InputArray& d_out) {
   Inputs swapped = in;
   swapped.q = d_out, swapped.k = in.v, swapped.v = in.k;
   swapped.key_decay = in.value_decay, swapped.value_decay = in.key_decay;
@@ -398,7 +398,7 @@ const char* run_key_scores(const ScanSize& size, const Inputs& in, Bfloat16* to,
 // Compute the scores, then run the pass from chunk to chunk.
 template <int kRows, Rule kRule, int kInputParts, bool kReverse>
 const char* run_key_states(ChunkKeyStates<kRows, kRule, kInputParts, kReverse>& pass, const ScanSize& size, const Inputs& in,
-                           const Tokens& value, const KeyMemory<kRule, kInputParts>& memory, float* segments,
+                           const InputArray& value, const KeyMemory<kRule, kInputParts>& memory, float* segments,
                            const float* of_forward, const Gpu& gpu, void* stream) {
   if (const char* error = run_key_scores<kRule, kInputParts>(size, in, memory.scores, gpu, stream)) return error;
   if constexpr (pass.kHasSegments)
@@ -426,11 +426,11 @@ const char* forward_by_key(const Call& call, const Inputs& in, const Outputs& to
 }
 
 // Compute the states after each chunk again, from what was written, in float32 or float16: with the kernels of gated_by_key.
-const char* keep_states(const Call& call, const Inputs& in, const Tokens& written, float* kept, const Gpu& gpu);
+const char* keep_states(const Call& call, const Inputs& in, const InputArray& written, float* kept, const Gpu& gpu);
 
 // The gradients of all chunks, with states whose rows and columns are so many numbers apart.
 template <Rule kRule, int kInputParts>
-ChunkKeyGradients<kRule, kInputParts> make_key_gradients(const ScanSize& size, const Inputs& in, const Tokens& d_out,
+ChunkKeyGradients<kRule, kInputParts> make_key_gradients(const ScanSize& size, const Inputs& in, const InputArray& d_out,
                                                          const float* kept, const float* gradients, int row, int column) {
   auto pass = make_of_chunks<ChunkKeyGradients<kRule, kInputParts>>(size, in);
   pass.value = {in.v, size.columns}, pass.d_out = {d_out, size.columns};
@@ -443,20 +443,20 @@ ChunkKeyGradients<kRule, kInputParts> make_key_gradients(const ScanSize& size, c
 }
 
 template <int kRows, Rule kRule, int kInputParts>
-const char* backward_by_key(const Call& call, const Inputs& in, const Backward& more, const Gradients& to, const Gpu& gpu) {
+const char* backward_by_key(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to, const Gpu& gpu) {
   const ScanSize size = scan_size(call);
   const KeyMemory<kRule, kInputParts> memory(call, true);
-  Tokens d_out = more.d_out;
+  InputArray d_out = more.d_out;
   d_out.type = call.type;  // also of absent ones: results go through their place
   auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kInputParts, true>>(size, in, d_out, memory.scores, size.columns, gpu);
   pass.initial = matrices<float>(more.d_state, call.size);
   pass.final = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
-  const Target d_removed{pass.kRemoves ? memory.d_removed : to.v.data, call.type};
+  const OutputArray d_removed{pass.kRemoves ? memory.d_removed : to.v.data, call.type};
   pass.d_removed = d_removed;
   const float* kept = static_cast<const float*>(more.kept);
   if constexpr (kInputParts > 1 && kRule != Rule::decay && kRule != Rule::removal)
     if (!keeps_states(call.rule)) {
-      const Tokens& written = pass.kErasesKey ? more.retrieved : in.v;
+      const InputArray& written = pass.kErasesKey ? more.retrieved : in.v;
       if (const char* error = keep_states(call, in, written, memory.kept, gpu)) return error;
       kept = memory.kept;
     }
@@ -486,7 +486,8 @@ const char* backward_by_key(const Call& call, const Inputs& in, const Backward& 
 template <Rule kRule>
 struct ChunksByKey {
   static const char* forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu);
-  static const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to, const Gpu& gpu);
+  static const char* backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to,
+                              const Gpu& gpu);
 };
 template <Rule kRule>
 const char* ChunksByKey<kRule>::forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
@@ -497,7 +498,7 @@ const char* ChunksByKey<kRule>::forward(const Call& call, const Inputs& in, cons
   });
 }
 template <Rule kRule>
-const char* ChunksByKey<kRule>::backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
+const char* ChunksByKey<kRule>::backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to,
                                          const Gpu& gpu) {
   return with_parts(call.type, [&](auto parts) {
     return with_rows(call.size.Dk, [&](auto rows) {

@@ -9,7 +9,7 @@ template <Rule rule>
 struct Passes {
   static size_t workspace(const Call& call, bool is_backward);
   static const char* forward(const Call& call, const Inputs& in, const Outputs& to);
-  static const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to);
+  static const char* backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to);
 };
 
 }  // namespace fwp::cuda
