@@ -121,7 +121,7 @@ class _Inputs(_Structure):
 
 
 class _Outputs(_Structure):
-    _fields_ = [("out", _OutputArray), *((name, ctypes.c_void_p) for name in ("state", "retrieved", "kept", "segments"))]
+    _fields_ = [("out", _OutputArray), *((to, ctypes.c_void_p) for to in ("state", "retrieved", "kept", "segments"))]
 
 
 class _BackwardInputs(_Structure):
