@@ -258,15 +258,6 @@ const char* chunk_backward(const Call& call, const Inputs& in, const BackwardInp
 
 // Decays by key; in float32 and float16, all rules.
 
-// The rule with decays by key that has this one as a case.
-constexpr Rule with_decays_by_key(Rule rule) {
-  switch (rule) {
-    case Rule::sum: case Rule::gated: return Rule::gated_by_key;
-    case Rule::delta: case Rule::gated_delta: return Rule::gated_delta_by_key;
-    default: return rule;
-  }
-}
-
 // Calls f with the number of parts that hold an input of this type, a constant.
 template <typename F>
 auto with_parts(Type type, F f) {
@@ -413,18 +404,6 @@ const char* run_key_states(ChunkKeyStates<kRows, kRule, kInputParts, kReverse>& 
   return launch_chunks(pass, gpu, stream);
 }
 
-template <int kRows, Rule kRule, int kInputParts>
-const char* forward_by_key(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
-  const ScanSize size = scan_size(call);
-  const KeyMemory<kRule, kInputParts> memory(call, false);
-  auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kInputParts, false>>(size, in, in.v, memory.scores, size.columns, gpu);
-  pass.initial = matrices<float>(in.state, call.size);
-  pass.final = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
-  pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
-  float* const segments = static_cast<float*>(to.segments);
-  return run_key_states(pass, size, in, in.v, memory, segments, segments, gpu, call.stream);
-}
-
 // Compute the states after each chunk again, from what was written, in float32 or float16: with the kernels of gated_by_key.
 const char* keep_states(const Call& call, const Inputs& in, const InputArray& written, float* kept, const Gpu& gpu);
 
@@ -442,46 +421,6 @@ ChunkKeyGradients<kRule, kInputParts> make_key_gradients(const ScanSize& size, c
   return pass;
 }
 
-template <int kRows, Rule kRule, int kInputParts>
-const char* backward_by_key(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to, const Gpu& gpu) {
-  const ScanSize size = scan_size(call);
-  const KeyMemory<kRule, kInputParts> memory(call, true);
-  InputArray d_out = more.d_out;
-  d_out.type = call.type;  // also of absent ones: results go through their place
-  auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kInputParts, true>>(size, in, d_out, memory.scores, size.columns, gpu);
-  pass.initial = matrices<float>(more.d_state, call.size);
-  pass.final = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
-  const OutputArray d_removed{pass.kRemoves ? memory.d_removed : to.v.data, call.type};
-  pass.d_removed = d_removed;
-  const float* kept = static_cast<const float*>(more.kept);
-  if constexpr (kInputParts > 1 && kRule != Rule::decay && kRule != Rule::removal)
-    if (!keeps_states(call.rule)) {
-      const InputArray& written = pass.kErasesKey ? more.retrieved : in.v;
-      if (const char* error = keep_states(call, in, written, memory.kept, gpu)) return error;
-      kept = memory.kept;
-    }
-  const float* const of_forward = static_cast<const float*>(more.segments);
-  if (const char* error = run_key_states(pass, size, in, d_out, memory, memory.segments, of_forward, gpu, call.stream))
-    return error;
-  auto of_k = make_key_gradients<kRule, kInputParts>(size, in, d_out, kept, memory.gradients, size.columns, 1);
-  of_k.removed = {more.retrieved, size.columns};
-  of_k.d_removed = {contiguous_tokens(d_removed, call.size), size.columns};
-  of_k.d_q = to.q, of_k.d_k = to.k, of_k.d_rate = to.rate;
-  of_k.d_decay = in.key_decay.data ? to.key_decay : to.head_decay;
-  of_k.d_removal_key = to.removal_key, of_k.d_removal = to.removal;
-  of_k.d_scores = memory.d_scores;
-  if constexpr (pass.kFadesValues) {
-    const Inputs swapped = values_as_keys(in, d_out);
-    const ScanSize of_values = values_as_keys(size);
-    if (const char* error = run_key_scores<kRule, kInputParts>(of_values, swapped, memory.d_scores, gpu, call.stream))
-      return error;
-    auto of_v = make_key_gradients<kRule, kInputParts>(of_values, swapped, in.q, kept, memory.gradients, 1, size.columns);
-    of_v.d_scores = memory.scores, of_v.d_k = to.v, of_v.d_decay = to.value_decay;
-    if (const char* error = launch_chunks(of_v, gpu, call.stream)) return error;
-  }
-  return launch_chunks(of_k, gpu, call.stream);
-}
-
 // The passes of a rule, and of those that are cases of it.
 template <Rule kRule>
 struct ChunksByKey {
@@ -491,18 +430,64 @@ struct ChunksByKey {
 };
 template <Rule kRule>
 const char* ChunksByKey<kRule>::forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
+  const ScanSize size = scan_size(call);
   return with_parts(call.type, [&](auto parts) {
-    return with_rows(call.size.Dk, [&](auto rows) {
-      return forward_by_key<decltype(rows)::value, kRule, decltype(parts)::value>(call, in, to, gpu);
+    return with_rows(size.rows, [&](auto rows) -> const char* {
+      constexpr int kRows = decltype(rows)::value, kInputParts = decltype(parts)::value;
+      const KeyMemory<kRule, kInputParts> memory(call, false);
+      using Pass = ChunkKeyStates<kRows, kRule, kInputParts, false>;
+      auto pass = make_key_states<Pass>(size, in, in.v, memory.scores, size.columns, gpu);
+      pass.initial = matrices<float>(in.state, call.size);
+      pass.final = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
+      pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
+      float* const segments = static_cast<float*>(to.segments);
+      return run_key_states(pass, size, in, in.v, memory, segments, segments, gpu, call.stream);
     });
   });
 }
 template <Rule kRule>
 const char* ChunksByKey<kRule>::backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to,
                                          const Gpu& gpu) {
+  const ScanSize size = scan_size(call);
   return with_parts(call.type, [&](auto parts) {
-    return with_rows(call.size.Dk, [&](auto rows) {
-      return backward_by_key<decltype(rows)::value, kRule, decltype(parts)::value>(call, in, more, to, gpu);
+    return with_rows(size.rows, [&](auto rows) -> const char* {
+      constexpr int kRows = decltype(rows)::value, kInputParts = decltype(parts)::value;
+      const KeyMemory<kRule, kInputParts> memory(call, true);
+      InputArray d_out = more.d_out;
+      d_out.type = call.type;  // also of absent ones: results go through their place
+      using Pass = ChunkKeyStates<kRows, kRule, kInputParts, true>;
+      auto pass = make_key_states<Pass>(size, in, d_out, memory.scores, size.columns, gpu);
+      pass.initial = matrices<float>(more.d_state, call.size);
+      pass.final = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
+      const OutputArray d_removed{pass.kRemoves ? memory.d_removed : to.v.data, call.type};
+      pass.d_removed = d_removed;
+      const float* kept = static_cast<const float*>(more.kept);
+      if constexpr (kInputParts > 1 && kRule != Rule::decay && kRule != Rule::removal)
+        if (!keeps_states(call.rule)) {
+          const InputArray& written = pass.kErasesKey ? more.retrieved : in.v;
+          if (const char* error = keep_states(call, in, written, memory.kept, gpu)) return error;
+          kept = memory.kept;
+        }
+      const float* const of_forward = static_cast<const float*>(more.segments);
+      if (const char* error = run_key_states(pass, size, in, d_out, memory, memory.segments, of_forward, gpu, call.stream))
+        return error;
+      auto of_k = make_key_gradients<kRule, kInputParts>(size, in, d_out, kept, memory.gradients, size.columns, 1);
+      of_k.removed = {more.retrieved, size.columns};
+      of_k.d_removed = {contiguous_tokens(d_removed, call.size), size.columns};
+      of_k.d_q = to.q, of_k.d_k = to.k, of_k.d_rate = to.rate;
+      of_k.d_decay = in.key_decay.data ? to.key_decay : to.head_decay;
+      of_k.d_removal_key = to.removal_key, of_k.d_removal = to.removal;
+      of_k.d_scores = memory.d_scores;
+      if constexpr (pass.kFadesValues) {
+        const Inputs swapped = values_as_keys(in, d_out);
+        const ScanSize of_values = values_as_keys(size);
+        if (const char* error = run_key_scores<kRule, kInputParts>(of_values, swapped, memory.d_scores, gpu, call.stream))
+          return error;
+        auto of_v = make_key_gradients<kRule, kInputParts>(of_values, swapped, in.q, kept, memory.gradients, 1, size.columns);
+        of_v.d_scores = memory.scores, of_v.d_k = to.v, of_v.d_decay = to.value_decay;
+        if (const char* error = launch_chunks(of_v, gpu, call.stream)) return error;
+      }
+      return launch_chunks(of_k, gpu, call.stream);
     });
   });
 }
