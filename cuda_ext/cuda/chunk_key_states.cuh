@@ -237,7 +237,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     relay.take(i, this->team(), this->warp(), state);
     Product read[kChunkBlocks], found[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]);
-    // read = c Q W, found = c K W or of a removal c- y W; in reverse found = w K G, or of a removal w x G and read = w K G.
+    // read = c Q W, found = c K W or of a removal c- y W. In reverse found = w K G, or of a removal w x G and read = w K G.
     read_state(gives_results, memory, state, read, found);
     Factor value[kChunkBlocks][kInputParts], error_parts[kChunkBlocks][kExactParts];  // d_out and D in reverse
     if constexpr (kReverse || !kErasesKey) chunk.value.template load<kAligned>(this->own_column(), value);
@@ -268,7 +268,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     };
     if constexpr (Base::kMostTeams == 1) read_chunk();
     before_writes();
-    // W = c_C W + (w K)^T E, of a removal with V, and + (w x)^T E; in reverse G = c_C G + (c Q)^T d_out - (c K)^T D, or c- y.
+    // W = c_C W + (w K)^T E, of a removal with V, and + (w x)^T E. In reverse G = c_C G + (c Q)^T d_out - (c K)^T D, or c- y.
     if constexpr (kFadesValues) {
       fade_values(n, chunk, memory, read, state, [&] { give(i, relay, state); });
     } else {
