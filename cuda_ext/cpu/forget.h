@@ -434,10 +434,7 @@ struct ForgetBackward {
       run_chunk(c * kKeptEvery, std::min(kKeptEvery, length - c * kKeptEvery), state,
                 c > 1 ? kept + (c - 2) * kept_stride : nullptr);
     }
-    if (!d_initial.data) return;
-    for (int64_t j = 0; j < rows; ++j)
-      for (int64_t i = 0; i < columns; ++i)
-        d_initial.data[j * d_initial.row_stride + i * d_initial.column_stride] = work[j * kWidth + i];
+    if (d_initial.data) copy_matrix({work, kWidth, 1}, rows, columns, d_initial);
   }
 
  private:

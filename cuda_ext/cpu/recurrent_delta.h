@@ -33,20 +33,14 @@ template <typename Real>
 class RecurrentDelta {
  public:
   static int64_t scratch_size(int64_t d) {
-    const int64_t gates = 3 * d + 1;
-    return 2 * d * padded<Real>(d) + d * padded<Real>(gates) + gates * padded<Real>(d) + 5 * padded<Real>(gates) +
-           8 * padded<Real>(d) + round_up(d, kLanes<Real>) * kLanes<Real>;
+    RecurrentDelta counted(d, false);
+    return numbers_taken(counted.lay_out(nullptr));
   }
 
   // weights: R (d, 3 d + 1), or null. Scratch is aligned, with scratch_size(d) numbers.
-  RecurrentDelta(int64_t d, const Real* weights, Real* scratch) : d_(d), gates_(3 * d + 1), feeds_back_(weights != nullptr) {
+  RecurrentDelta(int64_t d, const Real* weights, Real* scratch) : RecurrentDelta(d, weights != nullptr) {
     std::fill(scratch, scratch + scratch_size(d), Real(0));
-    for (Tokens<Real>* x : {&w_, &g_}) *x = take(scratch, d, d);
-    r_ = take(scratch, d, gates_);
-    of_gate_ = take(scratch, gates_, d);
-    for (Real** x : {&x_, &q_, &k_, &d_x_, &v_}) *x = take(scratch, 1, gates_).data;
-    for (Real** x : {&s_, &o_, &e_, &u_, &m_, &l_, &d_q_, &d_k_}) *x = take(scratch, 1, d).data;
-    products_ = scratch;
+    lay_out(scratch);
     for (int64_t i = 0; i < d && weights; ++i)
       for (int64_t p = 0; p < gates_; ++p) r_[i][p] = of_gate_[p][i] = weights[i * gates_ + p];
   }
@@ -101,6 +95,15 @@ class RecurrentDelta {
   }
 
  private:
+  RecurrentDelta(int64_t d, bool feeds_back) : d_(d), gates_(3 * d + 1), feeds_back_(feeds_back) {}
+  Real* lay_out(Real* scratch) {
+    for (Tokens<Real>* x : {&w_, &g_}) *x = take(scratch, d_, d_);
+    r_ = take(scratch, d_, gates_), of_gate_ = take(scratch, gates_, d_);
+    for (Real** x : {&x_, &q_, &k_, &d_x_, &v_}) *x = take(scratch, 1, gates_).data;
+    for (Real** x : {&s_, &o_, &e_, &u_, &m_, &l_, &d_q_, &d_k_}) *x = take(scratch, 1, d_).data;
+    products_ = scratch;
+    return address(products_, round_up(d_, kLanes<Real>) * kLanes<Real>);
+  }
   void clear(Tokens<Real> x) { std::fill(x[0], x[0] + d_ * x.stride, Real(0)); }
   void load_matrix(const Real* from, Tokens<Real> to) { copy_matrix<Real>({from, d_, 1}, d_, d_, {to.data, to.stride, 1}); }
   void store_matrix(Tokens<Real> from, Real* to) { copy_matrix<Real>({from.data, from.stride, 1}, d_, d_, {to, d_, 1}); }

@@ -34,6 +34,19 @@ struct Matrix {
   int64_t row_stride, column_stride;
 };
 
+// Copy a matrix to one with other strides.
+template <typename Real>
+void copy_matrix(std::type_identity_t<Matrix<const Real>> from, int64_t rows, int64_t columns, Matrix<Real> to) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const Real* const x = from.data + i * from.row_stride;
+    Real* const y = to.data + i * to.row_stride;
+    if (from.column_stride == 1 && to.column_stride == 1)
+      std::memcpy(y, x, columns * sizeof(Real));
+    else
+      for (int64_t j = 0; j < columns; ++j) y[j * to.column_stride] = x[j * from.column_stride];
+  }
+}
+
 // The address of element i of p. p may be null and i may be past the end, which pointer arithmetic does not allow.
 template <typename Real>
 FWP_INLINE Real* address(Real* p, int64_t i) {
@@ -189,10 +202,7 @@ class StateBlock {
       return;
     }
     std::memset(work, 0, rows * kWidth * sizeof(Real));
-    if (!initial.data) return;
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j)
-        work[i * kWidth + j] = initial.data[i * initial.row_stride + j * initial.column_stride];
+    if (initial.data) copy_matrix<Real>(initial, rows, columns, {work, kWidth, 1});
   }
 
   // f(i, w) reads row i and must not change it. settle() is called between parts of kSumRows rows.
@@ -241,9 +251,7 @@ class StateBlock {
 
   // Store the new state if the last pass could not.
   void finish() const {
-    if (!final_.data || source_ == final_.data) return;
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j) final_.data[i * final_.row_stride + j] = source_[i * source_stride_ + j];
+    if (final_.data && source_ != final_.data) copy_matrix({source_, source_stride_, 1}, rows, columns, final_);
   }
 
   const int64_t rows, columns;

@@ -66,19 +66,6 @@ FWP_INLINE Tokens<Real> from_row(Tokens<Real> x, int64_t row) {
   return {x[row], x.stride};
 }
 
-// Copy a matrix to one with other strides.
-template <typename Real>
-void copy_matrix(std::type_identity_t<Matrix<const Real>> from, int64_t rows, int64_t columns, Matrix<Real> to) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const Real* const x = from.data + i * from.row_stride;
-    Real* const y = to.data + i * to.row_stride;
-    if (from.column_stride == 1 && to.column_stride == 1)
-      std::memcpy(y, x, columns * sizeof(Real));
-    else
-      for (int64_t j = 0; j < columns; ++j) y[j * to.column_stride] = x[j * from.column_stride];
-  }
-}
-
 // Copy to scratch, zero-padded to whole vectors and tiles.
 template <typename Real>
 void copy(Tokens<const Real> x, int64_t rows, int64_t columns, Tokens<Real> to) {

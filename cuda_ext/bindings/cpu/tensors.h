@@ -183,10 +183,9 @@ void for_short_heads(const Lengths& size, F f) {
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, work));
   at::parallel_for(0, size.B * size.H, grain, [&](int64_t begin, int64_t end) {
     using Real = typename Rule::Number;
-    using Line = Group<Real, 1>;  // for its alignment
-    const std::unique_ptr<Line[]> scratch(new Line[Rule::scratch_size(size.L, size.Dk, size.Dv) / kLanes<Real>]);
+    const auto memory = scratch<Real>(Rule::scratch_size(size.L, size.Dk, size.Dv));
     for (int64_t head = begin; head < end; ++head) {
-      Rule rule(size.L, size.Dk, size.Dv, reinterpret_cast<Real*>(scratch.get()));
+      Rule rule(size.L, size.Dk, size.Dv, memory.get());
       f(head, rule);
     }
   });
