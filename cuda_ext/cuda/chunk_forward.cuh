@@ -145,27 +145,28 @@ struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
       this->fade_columns(t * kBlock, found[t], from_start);
     }
     // E = V - c K W - A U, U = b E, and before U fades read += (P U)^T, from the first block of tokens on.
-    Factor write[kChunkBlocks][kWriteParts];
+    Product (&writes)[kChunkBlocks] = found;  // E and U take the place of what was found
+    Factor write_parts[kChunkBlocks][kWriteParts];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-      chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
+      chunk.value.left_transposed(t * kBlock, this->own_column(), write_parts[t][0]);
       if constexpr (kErasesKey)
-        rebuilds() ? this->load_errors(errors, n, t, found[t]) : correct(n, t, chunk, scores, write, found[t]);
+        rebuilds() ? this->load_errors(errors, n, t, writes[t]) : correct(n, t, chunk, scores, write_parts, writes[t]);
       else if constexpr (kRates)
-        unpack(write[t][0], found[t]);
+        unpack(write_parts[t][0], writes[t]);
       if constexpr (kRates) {
-        for_elements(found[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
-        split(found[t], write[t]);
+        for_elements(writes[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
+        split(writes[t], write_parts[t]);
       }
-      if (kDecays && gives_results) read_scores(t, scores, write, read[t]);
+      if (kDecays && gives_results) read_scores(t, scores, write_parts, read[t]);
     }
     // W = c_C W + (w K)^T U, with w in U.
     if constexpr (kDecays) {
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
-        this->fade_columns(t * kBlock, found[t], [&](int s) { return decays.to_end(s); });
-      this->split_writes(found, write);
+        this->fade_columns(t * kBlock, writes[t], [&](int s) { return decays.to_end(s); });
+      this->split_writes(writes, write_parts);
       this->fade(state, decays.total());
     }
-    this->template write<false>(state, write, chunk.key);
+    this->template write<false>(state, write_parts, chunk.key);
     relay.give(is_last, team, warp, state);
     if (ends) {
       if (is_last) this->store_ends(state, ends);
@@ -173,34 +174,33 @@ struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
       if (kDecays && this->count(n) == kChunkTokens)
         this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
       if (n + 1 == this->chunks()) this->store(state, final, this->head());
-      if constexpr (!kDecays) FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) read_scores(t, scores, write, read[t]);
+      if constexpr (!kDecays) FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) read_scores(t, scores, write_parts, read[t]);
       this->store_results(out, n, read, chunk.value);
     }
   }
 
   // read += what token block t reads of this chunk. The writes of a fading rule are read before they fade.
-  FWP_DEVICE static void read_scores(int t, const Scores& scores, const Factor (&write)[kChunkBlocks][kWriteParts],
+  FWP_DEVICE static void read_scores(int t, const Scores& scores, const Factor (&write_parts)[kChunkBlocks][kWriteParts],
                                      Product& read) {
     constexpr int most = kWriteParts < kTokenParts ? kWriteParts : kTokenParts;
     FWP_UNROLL for (int s = 0; s <= t; ++s)
-      multiply<kTokenParts>(read, greatest<most>(write[s]), [&](int m, Factor& right) {
+      multiply<kTokenParts>(read, greatest<most>(write_parts[s]), [&](int m, Factor& right) {
         scores.read[m].right_transposed(t * kBlock, s * kBlock, right);
       });
   }
 
-  // From the values in write[t] and the values in `found` that the keys of block t retrieve, compute the errors. They replace
-  // `found`.
+  // Replace what the keys of block t retrieve, in `found`, by the errors. write_parts[t] has the values.
   FWP_DEVICE void correct(int64_t n, int t, const Stage& chunk, const Scores& scores,
-                          const Factor (&write)[kChunkBlocks][kWriteParts], Product& found) const {
+                          const Factor (&write_parts)[kChunkBlocks][kWriteParts], Product& found) const {
     Product value;
-    unpack(write[t][0], value);
+    unpack(write_parts[t][0], value);
     subtract_from(value, found);
     const auto times = [&](int s, const Factor (&left)[kExactParts]) {
       add_product<kExactParts>(found, left, [&](int m, Factor& right) {
         scores.erase[m].right_transposed(t * kBlock, s * kBlock, right);
       });
     };
-    FWP_UNROLL for (int s = 0; s < t; ++s) times(s, write[s]);
+    FWP_UNROLL for (int s = 0; s < t; ++s) times(s, write_parts[s]);
     Factor left[kExactParts];
     split(found, left);
     times(t, left);
