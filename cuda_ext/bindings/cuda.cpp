@@ -10,12 +10,12 @@
 namespace fwp::cuda {
 namespace {
 
-Tokens tokens(const Tensor& x) {
+InputArray input(const Tensor& x) {
   if (!x.defined()) return {};
   return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2), type_of(x.scalar_type())};
 }
 
-Target target(const Tensor& x) {
+OutputArray output(const Tensor& x) {
   if (!x.defined()) return {};
   return {x.mutable_data_ptr(), type_of(x.scalar_type())};
 }
@@ -34,7 +34,7 @@ struct Device {
   }
 
   static void run(const ForwardPass& x) {
-    Target out = target(x.out);
+    OutputArray out = output(x.out);
     out.tokens_first = kTokensFirst;
     launch(x, false, [&](const Call& call, const Inputs& in) {
       return forward(call, in, {out, memory(x.final), memory(x.retrieved), memory(x.kept), memory(x.segments)});
@@ -44,8 +44,8 @@ struct Device {
   static void run(const BackwardPass& x) {
     const Tensor d_state = contiguous(x.d_state);
     launch(x, true, [&](const Call& call, const Inputs& in) {
-      const Gradients gradients{x.to.map(target), memory(x.d_initial)};
-      const Backward more{tokens(x.retrieved), tokens(x.d_out), data(x.kept), data(x.segments), data(d_state)};
+      const Gradients gradients{x.to.map(output), memory(x.d_initial)};
+      const BackwardInputs more{input(x.retrieved), input(x.d_out), data(x.kept), data(x.segments), data(d_state)};
       return backward(call, in, more, gradients);
     });
   }
@@ -62,7 +62,7 @@ struct Device {
     // The workspace may be freed before the kernels have run: only later work of this stream gets its memory.
     const Tensor workspace = at::empty({int64_t(workspace_bytes(call, is_backward))}, x.in.q.options().dtype(at::kByte));
     call.workspace = memory(workspace);
-    const char* const failure = f(call, Inputs{x.in.map(tokens), data(state)});
+    const char* const failure = f(call, Inputs{x.in.map(input), data(state)});
     TORCH_CHECK(failure == nullptr, failure);
   }
 };

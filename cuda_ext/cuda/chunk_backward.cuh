@@ -12,19 +12,19 @@
 
 namespace fwp::cuda {
 
-template <int kRows, bool kErases, bool kFades>
-struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
-  using Pass = ChunkPass<kRows, kErases, kFades>;
-  using Pass::kRates;
-  using State = typename Pass::State;
+template <int kRows, bool kErasesKey, bool kDecays>
+struct ChunkBackward : ChunkPass<kRows, kErasesKey, kDecays> {
+  using Base = ChunkPass<kRows, kErasesKey, kDecays>;
+  using Base::kRates;
+  using State = typename Base::State;
   static constexpr int kMostThreads = kThreadsOfTeams<kRows>;
-  using Turns = Relay<kRows, Pass::kMostTeams>;
+  using Turns = Relay<kRows, Base::kMostTeams>;
 
   Brought d_out, value;  // value: the errors, if the rule erases
   Matrices<const float> d_final;
   float* d_initial;
-  Output d_v, d_rate;
-  StateGradients<kRows, kFades> gradients;  // G after each chunk
+  OutputArray d_v, d_rate;
+  StateGradients<kRows, kDecays> gradients;  // G after each chunk
   float* ends;  // if given, only the ends of segments are computed: see store_ends(). Their transitions are known
 
   struct Stage {
@@ -35,9 +35,9 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
 
     FWP_BOTH Stage(Carver& carver, const ChunkBackward& pass)
         : query(carver.matrix(kChunkTokens, kRows)), key(carver.matrix(kChunkTokens, kRows)),
-          rate(carver.take<float>(kChunkTokens)), decays(carver, kFades),
+          rate(carver.take<float>(kChunkTokens)), decays(carver, kDecays),
           d_out(carver.matrix(kChunkTokens, pass.block_columns())),
-          value(carver.matrix(kRates && !kErases ? kChunkTokens : 0, pass.block_columns())) {}
+          value(carver.matrix(kRates && !kErasesKey ? kChunkTokens : 0, pass.block_columns())) {}
   };
   struct OfTeam {
     Scores scores;
@@ -45,8 +45,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     Stages<Stage, ChunkBackward> stages;
 
     FWP_BOTH OfTeam(Carver& carver, const ChunkBackward& pass)
-        : scores(carver, kExact, kErases ? kExact : 0), d_rate(carver.take<float>(kRates ? kChunkWarps * kChunkTokens : 0)),
-          stages(carver, pass) {}
+        : scores(carver, kExactParts, kErasesKey ? kExactParts : 0),
+          d_rate(carver.take<float>(kRates ? kChunkWarps * kChunkTokens : 0)), stages(carver, pass) {}
   };
   struct Memory {
     const char** starts;
@@ -91,7 +91,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     this->bring_keys(this->query, starts[0], n, to.query);
     this->bring_keys(this->key, starts[1], n, to.key);
     this->bring_values(d_out, starts[2], n, to.d_out);
-    if constexpr (kRates && !kErases) this->bring_values(value, starts[3], n, to.value);
+    if constexpr (kRates && !kErasesKey) this->bring_values(value, starts[3], n, to.value);
     commit_copies();
     return this->ask(starts[4], starts[5], starts[6], n, this->thread());
   }
@@ -103,12 +103,12 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const int team = this->team(), warp = this->warp();
     const int64_t n = this->end() - 1 - i;
     Product values;  // of the last block, then of the one before
-    if constexpr (kRates && kErases) this->load_errors(errors, n, kChunkBlocks - 1, values);
-    const bool gives_results = !ends, writes = kErases || gives_results;  // writes: whether d_U is needed
+    if constexpr (kRates && kErasesKey) this->load_errors(errors, n, kChunkBlocks - 1, values);
+    const bool gives_results = !ends, writes = kErasesKey || gives_results;  // writes: whether d_U is needed
     // P and the inverses of the diagonal blocks of 1 + b A.
     if (writes)
-      this->template make_scores<kExact>(chunk.query, chunk.key, chunk.decays, own.scores,
-                                       [&](int t, int, float x) { return chunk.rate[t] * x; });
+      this->template make_scores<kExactParts>(chunk.query, chunk.key, chunk.decays, own.scores,
+                                              [&](int t, int, float x) { return chunk.rate[t] * x; });
     relay.wait_for_team(team);  // for the scores
     // d_U = P^T d_out + w K G, from here on transposed.
     Product d_write[kChunkBlocks];
@@ -117,8 +117,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       Factor d_read[1];
       chunk.d_out.left_transposed(s * kBlock, this->own_column(), d_read[0]);
       FWP_UNROLL for (int t = 0; t <= s; ++t)
-        multiply<kExact>(d_write[t], d_read,
-                         [&](int m, Factor& right) { own.scores.read[m].right(s * kBlock, t * kBlock, right); });
+        multiply<kExactParts>(d_write[t], d_read,
+                              [&](int m, Factor& right) { own.scores.read[m].right(s * kBlock, t * kBlock, right); });
     }
     relay.take(i, team, warp, g);
     if (writes) read_g(g, chunk, d_write);
@@ -128,25 +128,25 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     float of_rates[kChunkBlocks][4];
     FWP_UNROLL for (int t = kChunkBlocks; writes && t-- > 0;) {
       Product& d = d_write[t];
-      Factor left[1][kExact];
-      if constexpr (kErases) {
+      Factor left[1][kExactParts];
+      if constexpr (kErasesKey) {
         split(d, left[0]);
         add_erased(own.scores, t, t, left[0], d);
       }
       if constexpr (kRates) {
-        if constexpr (!kErases) {
+        if constexpr (!kErasesKey) {
           Factor value;
           chunk.value.left_transposed(t * kBlock, this->own_column(), value);
           unpack(value, values);
         }
         multiply_columns(d, values, of_rates[t]);
-        if (kErases && t > 0) this->load_errors(errors, n, t - 1, values);
+        if (kErasesKey && t > 0) this->load_errors(errors, n, t - 1, values);
       }
       if constexpr (kRates) for_elements(d, [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
-      if constexpr (kErases) {
+      if constexpr (kErasesKey) {
         split(d, left[0]);
         FWP_UNROLL for (int s = 0; s < t; ++s) add_erased(own.scores, t, s, left[0], d_write[s]);
-        if constexpr (kFades) {
+        if constexpr (kDecays) {
           Product faded;
           FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int e = 0; e < 4; ++e) faded[h][e] = d[h][e];
           this->fade_columns(t * kBlock, faded, [&](int s) { return chunk.decays.from_start(s); });
@@ -171,7 +171,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     Product found[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(found[t]);
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
-      Factor of_g[kErases ? kExact : 1];
+      Factor of_g[kErasesKey ? kExactParts : 1];
       split(g[i], of_g);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
         multiply<1>(found[t], of_g, [&](int, Factor& key) { chunk.key.right_transposed(t * kBlock, i * kBlock, key); });
@@ -183,15 +183,15 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   }
 
   // g = c_C g + (c Q)^T d_out
-  FWP_DEVICE void add_reads(const Stage& chunk, typename Pass::State& g) const {
+  FWP_DEVICE void add_reads(const Stage& chunk, typename Base::State& g) const {
     Factor d_read[kChunkBlocks][1];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       chunk.d_out.left_transposed(t * kBlock, this->own_column(), d_read[t][0]);
-    if constexpr (kFades) {
+    if constexpr (kDecays) {
       this->fade(g, chunk.decays.total());
       FWP_UNROLL for (int t = kChunkBlocks; t-- > 0;) {
         Product faded[1];
-        Factor left[1][kExact];
+        Factor left[1][kExactParts];
         unpack(d_read[t][0], faded[0]);
         this->fade_columns(t * kBlock, faded[0], [&](int s) { return chunk.decays.from_start(s); });
         this->split_writes(faded, left);
@@ -203,8 +203,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   }
 
   // x += d times the block of scores.erase for the tokens t of d and s of x.
-  FWP_DEVICE static void add_erased(const Scores& scores, int t, int s, const Factor (&d)[kExact], Product& x) {
-    add_product<kExact>(x, d, [&](int m, Factor& right) { scores.erase[m].right(t * kBlock, s * kBlock, right); });
+  FWP_DEVICE static void add_erased(const Scores& scores, int t, int s, const Factor (&d)[kExactParts], Product& x) {
+    add_product<kExactParts>(x, d, [&](int m, Factor& right) { scores.erase[m].right(t * kBlock, s * kBlock, right); });
   }
 
   // This lane's sums of x * y over the rows, for each of its columns.

@@ -29,21 +29,20 @@ struct ChunkMatrices {
   }
 };
 // With decays in float32, because large terms cancel in the gradient of a decay.
-template <int kRows, bool kFades>
-using StateGradients = ChunkMatrices<kRows, std::conditional_t<kFades, float, Bfloat16>>;
+template <int kRows, bool kDecays>
+using StateGradients = ChunkMatrices<kRows, std::conditional_t<kDecays, float, Bfloat16>>;
 
-template <int kRows, bool kErases, bool kFades>
-struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
-  using Pass = ChunkPass<kRows, kErases, kFades>;
-  using Pass::kParts, Pass::kRates;
+template <int kRows, bool kErasesKey, bool kDecays>
+struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
+  using Base = ChunkPass<kRows, kErasesKey, kDecays>;
+  using Base::kWriteParts, Base::kRates;
   static constexpr int kMostThreads = kThreadsOfTeams<kRows>;
-  using Turns = Relay<kRows, Pass::kMostTeams>;
-  static constexpr int kReadParts = kParts < kOfTokens ? kParts : kOfTokens;
+  using Turns = Relay<kRows, Base::kMostTeams>;
 
   Brought value;  // of a rule that erases, the errors if states are rebuilt
   Matrices<const float> initial;
   float *final, *kept;  // kept: after each whole chunk, of a rule with decays
-  Output out;
+  OutputArray out;
   float* error;  // (heads, tokens, columns)
   float* ends;   // if given, only the ends of segments are computed: see store_ends()
   ChunkMatrices<kRows, Bfloat16> states;  // if given, only the states before each chunk are rebuilt, of a rule without decays
@@ -56,7 +55,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
 
     FWP_BOTH Stage(Carver& carver, const ChunkForward& pass)
         : query(carver.matrix(kChunkTokens, kRows)), key(carver.matrix(kChunkTokens, kRows)),
-          rate(carver.take<float>(kChunkTokens)), decays(carver, kFades),
+          rate(carver.take<float>(kChunkTokens)), decays(carver, kDecays),
           value(carver.matrix(kChunkTokens, pass.block_columns())) {}
   };
   struct OfTeam {
@@ -64,7 +63,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     Stages<Stage, ChunkForward> stages;
 
     FWP_BOTH OfTeam(Carver& carver, const ChunkForward& pass)
-        : scores(carver, kOfTokens, kErases ? kExact : 0), stages(carver, pass) {}
+        : scores(carver, kTokenParts, kErasesKey ? kExactParts : 0), stages(carver, pass) {}
   };
   struct Memory {
     const char** starts;  // see put_starts()
@@ -80,7 +79,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     const Memory memory(carver, *this);
     const int team = this->team();
     const OfTeam own = memory.of_teams[team];
-    typename Pass::State state;
+    typename Base::State state;
     ends ? this->load_identity(state) : this->load(initial, state);
     this->put_starts({&this->query, &this->key, &value, &this->rate, &this->decay}, memory.starts);
     const int chunks = int(this->end() - this->begin());
@@ -102,21 +101,21 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   FWP_DEVICE Scalars fill(const char* const* starts, const Stage& to, int64_t n) const {
     this->bring_keys(this->query, starts[0], n, to.query);
     this->bring_keys(this->key, starts[1], n, to.key);
-    if (!kErases || !rebuilds()) this->bring_values(value, starts[2], n, to.value);
+    if (!kErasesKey || !rebuilds()) this->bring_values(value, starts[2], n, to.value);
     commit_copies();
     return this->ask(starts[3], starts[4], starts[5], n, this->thread());
   }
 
-  FWP_DEVICE bool rebuilds() const { return !kFades && states.data; }
+  FWP_DEVICE bool rebuilds() const { return !kDecays && states.data; }
 
   // Chunk i of the segment.
   FWP_DEVICE void run_chunk(int i, const char* errors, const Stage& chunk, const Scores& scores, const Turns& relay,
-                      typename Pass::State& state) const {
+                      typename Base::State& state) const {
     const Decays& decays = chunk.decays;
     // P and the inverses of the diagonal blocks of 1 + A b.
     if (!rebuilds())
-      this->template make_scores<kOfTokens>(chunk.query, chunk.key, decays, scores,
-                                          [&](int, int s, float x) { return x * chunk.rate[s]; });
+      this->template make_scores<kTokenParts>(chunk.query, chunk.key, decays, scores,
+                                              [&](int, int s, float x) { return x * chunk.rate[s]; });
     const int team = this->team(), warp = this->warp();
     const int64_t n = this->begin() + i;
     const bool is_last = n + 1 == this->end(), gives_results = !ends && !rebuilds();
@@ -127,14 +126,14 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     Product found[kChunkBlocks], read[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(found[t]), clear(read[t]);
     FWP_UNROLL for (int block = 0; block < kRows / kBlock; ++block) {
-      Factor of_state[kErases ? kExact : 1], query;
+      Factor of_state[kErasesKey ? kExactParts : 1], query;
       split(state[block], of_state);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
         if (gives_results) {
           chunk.query.right_transposed(t * kBlock, block * kBlock, query);
           multiply(read[t], of_state[0], query);
         }
-        if constexpr (kErases)
+        if constexpr (kErasesKey)
           if (!rebuilds())
             multiply<1>(found[t], of_state,
                         [&](int, Factor& key) { chunk.key.right_transposed(t * kBlock, block * kBlock, key); });
@@ -146,61 +145,63 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       this->fade_columns(t * kBlock, found[t], from_start);
     }
     // E = V - c K W - A U, U = b E, and before U fades read += (P U)^T, from the first block of tokens on.
-    Factor write[kChunkBlocks][kParts];
+    Product (&writes)[kChunkBlocks] = found;  // E and U take the place of what was found
+    Factor write_parts[kChunkBlocks][kWriteParts];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-      chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
-      if constexpr (kErases)
-        rebuilds() ? this->load_errors(errors, n, t, found[t]) : correct(n, t, chunk, scores, write, found[t]);
+      chunk.value.left_transposed(t * kBlock, this->own_column(), write_parts[t][0]);
+      if constexpr (kErasesKey)
+        rebuilds() ? this->load_errors(errors, n, t, writes[t]) : correct(n, t, chunk, scores, write_parts, writes[t]);
       else if constexpr (kRates)
-        unpack(write[t][0], found[t]);
+        unpack(write_parts[t][0], writes[t]);
       if constexpr (kRates) {
-        for_elements(found[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
-        split(found[t], write[t]);
+        for_elements(writes[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
+        split(writes[t], write_parts[t]);
       }
-      if (kFades && gives_results) read_scores(t, scores, write, read[t]);
+      if (kDecays && gives_results) read_scores(t, scores, write_parts, read[t]);
     }
     // W = c_C W + (w K)^T U, with w in U.
-    if constexpr (kFades) {
+    if constexpr (kDecays) {
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
-        this->fade_columns(t * kBlock, found[t], [&](int s) { return decays.to_end(s); });
-      this->split_writes(found, write);
+        this->fade_columns(t * kBlock, writes[t], [&](int s) { return decays.to_end(s); });
+      this->split_writes(writes, write_parts);
       this->fade(state, decays.total());
     }
-    this->template write<false>(state, write, chunk.key);
+    this->template write<false>(state, write_parts, chunk.key);
     relay.give(is_last, team, warp, state);
     if (ends) {
       if (is_last) this->store_ends(state, ends);
     } else if (gives_results) {
-      if (kFades && this->count(n) == kChunkTokens)
+      if (kDecays && this->count(n) == kChunkTokens)
         this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
       if (n + 1 == this->chunks()) this->store(state, final, this->head());
-      if constexpr (!kFades) FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) read_scores(t, scores, write, read[t]);
+      if constexpr (!kDecays) FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) read_scores(t, scores, write_parts, read[t]);
       this->store_results(out, n, read, chunk.value);
     }
   }
 
   // read += what token block t reads of this chunk. The writes of a fading rule are read before they fade.
-  FWP_DEVICE static void read_scores(int t, const Scores& scores, const Factor (&write)[kChunkBlocks][kParts], Product& read) {
+  FWP_DEVICE static void read_scores(int t, const Scores& scores, const Factor (&write_parts)[kChunkBlocks][kWriteParts],
+                                     Product& read) {
+    constexpr int most = kWriteParts < kTokenParts ? kWriteParts : kTokenParts;
     FWP_UNROLL for (int s = 0; s <= t; ++s)
-      multiply<kOfTokens>(read, greatest<kReadParts>(write[s]), [&](int m, Factor& right) {
+      multiply<kTokenParts>(read, greatest<most>(write_parts[s]), [&](int m, Factor& right) {
         scores.read[m].right_transposed(t * kBlock, s * kBlock, right);
       });
   }
 
-  // From the values in write[t] and the values in `found` that the keys of block t retrieve, compute the errors. They replace
-  // `found`.
+  // Replace what the keys of block t retrieve, in `found`, by the errors. write_parts[t] has the values.
   FWP_DEVICE void correct(int64_t n, int t, const Stage& chunk, const Scores& scores,
-                          const Factor (&write)[kChunkBlocks][kParts], Product& found) const {
+                          const Factor (&write_parts)[kChunkBlocks][kWriteParts], Product& found) const {
     Product value;
-    unpack(write[t][0], value);
+    unpack(write_parts[t][0], value);
     subtract_from(value, found);
-    const auto times = [&](int s, const Factor (&left)[kExact]) {
-      add_product<kExact>(found, left, [&](int m, Factor& right) {
+    const auto times = [&](int s, const Factor (&left)[kExactParts]) {
+      add_product<kExactParts>(found, left, [&](int m, Factor& right) {
         scores.erase[m].right_transposed(t * kBlock, s * kBlock, right);
       });
     };
-    FWP_UNROLL for (int s = 0; s < t; ++s) times(s, write[s]);
-    Factor left[kExact];
+    FWP_UNROLL for (int s = 0; s < t; ++s) times(s, write_parts[s]);
+    Factor left[kExactParts];
     split(found, left);
     times(t, left);
     this->store_errors(error, n, t, found);

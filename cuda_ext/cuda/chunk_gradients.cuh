@@ -58,27 +58,27 @@ struct DecayGradient {
 
 // The state before a chunk, in shared memory. Without decays it is the transpose in bfloat16. With decays it is the state itself
 // in float32, because large terms cancel in the gradient of a decay.
-template <int kRows, bool kFades>
+template <int kRows, bool kDecays>
 struct StateBefore {
-  static constexpr int kParts = kFades ? 2 : 1;
+  static constexpr int kStateParts = kDecays ? 2 : 1;
   Shared rounded;
   float* exact;
   int pitch;
 
   FWP_BOTH StateBefore(Carver& carver, int columns)
-      : rounded(carver.matrix(kFades ? 0 : columns, kRows)),
-        exact(carver.take<float>(kFades ? kRows * (columns + kPadding) : 0)), pitch(columns + kPadding) {}
+      : rounded(carver.matrix(kDecays ? 0 : columns, kRows)),
+        exact(carver.take<float>(kDecays ? kRows * (columns + kPadding) : 0)), pitch(columns + kPadding) {}
 
   // 16 columns by 16 rows, from these on, as the right factor of a product.
-  FWP_DEVICE void right(int column, int row, Factor (&to)[kParts]) const {
-    if constexpr (kFades) {
+  FWP_DEVICE void right(int column, int row, Factor (&to)[kStateParts]) const {
+    if constexpr (kDecays) {
       FWP_UNROLL for (int h = 0; h < 2; ++h)
         FWP_UNROLL for (int i = 0; i < 2; ++i) {
           const float* const from = exact + (row + 8 * h + line()) * pitch + column + 8 * i + pair();
           const Numbers<float, 2> x = *reinterpret_cast<const Numbers<float, 2>*>(from);
-          uint32_t parts[kParts];
+          uint32_t parts[kStateParts];
           split(x.x[0], x.x[1], parts);
-          FWP_UNROLL for (int m = 0; m < kParts; ++m) to[m][2 * h + i] = parts[m];
+          FWP_UNROLL for (int m = 0; m < kStateParts; ++m) to[m][2 * h + i] = parts[m];
         }
     } else {
       rounded.right(column, row, to[0]);
@@ -86,16 +86,16 @@ struct StateBefore {
   }
 };
 
-template <int kRows, bool kErases, bool kFades>
-struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
-  using Pass = ChunkPass<kRows, kErases, kFades, 1>;
-  using Pass::kRates;
+template <int kRows, bool kErasesKey, bool kDecays>
+struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
+  using Base = ChunkPass<kRows, kErasesKey, kDecays, 1>;
+  using Base::kRates;
 
   Brought d_out, value, d;  // value: the errors, if the rule erases
   ChunkMatrices<kRows, Bfloat16> states;  // of a rule without decays
   const float *initial, *kept;            // of a rule with decays: the states before the sequence and after whole chunks
-  StateGradients<kRows, kFades> gradients;
-  Output d_q, d_k, d_decay;
+  StateGradients<kRows, kDecays> gradients;
+  OutputArray d_q, d_k, d_decay;
 
   struct Memory {
     const char** starts;
@@ -103,19 +103,20 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     float* rate;
     Decays decays;
     Scores scores;  // d_P and d_A
-    StateBefore<kRows, kFades> state;
+    StateBefore<kRows, kDecays> state;
     Shared g;
     DecayGradient d_decay;
 
     FWP_BOTH Memory(Carver& carver, const ChunkGradients& pass)
         : starts(carver.take<const char*>(8)), query(carver.matrix(kChunkTokens, kRows)),
           key(carver.matrix(kChunkTokens, kRows)), d_out(carver.matrix(kChunkTokens, pass.block_columns())),
-          d(carver.matrix(kErases ? kChunkTokens : 0, pass.block_columns())),
-          value(carver.matrix(kErases ? 0 : kChunkTokens, pass.block_columns())),
+          d(carver.matrix(kErasesKey ? kChunkTokens : 0, pass.block_columns())),
+          value(carver.matrix(kErasesKey ? 0 : kChunkTokens, pass.block_columns())),
           write(kRates ? carver.matrix(kChunkTokens, pass.block_columns()) : value),
-          rate(carver.take<float>(kChunkTokens)), decays(carver, kFades), scores(carver, kOfTokens, kErases ? kOfTokens : 0),
+          rate(carver.take<float>(kChunkTokens)), decays(carver, kDecays),
+          scores(carver, kTokenParts, kErasesKey ? kTokenParts : 0),
           state(carver, pass.block_columns()), g(carver.matrix(pass.block_columns(), kRows)),
-          d_decay(carver, kRows, pass.warps, kFades) {}
+          d_decay(carver, kRows, pass.warps, kDecays) {}
   };
 
   FWP_DEVICE void run() const {
@@ -125,13 +126,13 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     load(n, memory);
     __syncthreads();
     if constexpr (kRates) put_writes(n, memory);
-    if constexpr (kFades) load_gradient(n, memory);
+    if constexpr (kDecays) load_gradient(n, memory);
     __syncthreads();
     make_d_scores(memory);
     __syncthreads();
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < kChunkBlocks * kRows / kBlock; b += this->warps)
       give(n, b % kChunkBlocks, b / kChunkBlocks * kBlock, memory);
-    if constexpr (kFades) {
+    if constexpr (kDecays) {
       __syncthreads();
       if (this->warp() > 0) return;
       const float found = memory.d_decay.find(memory.decays, kRows / kBlock, this->warps);
@@ -145,10 +146,10 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     this->bring_keys(this->query, memory.starts[0], n, memory.query);
     this->bring_keys(this->key, memory.starts[1], n, memory.key);
     bring_columns(d_out, memory.starts[2], n, memory.d_out);
-    if constexpr (kErases) bring_columns(d, memory.starts[3], n, memory.d);
-    if constexpr (!kErases) bring_columns(value, memory.starts[4], n, memory.value);
+    if constexpr (kErasesKey) bring_columns(d, memory.starts[3], n, memory.d);
+    if constexpr (!kErasesKey) bring_columns(value, memory.starts[4], n, memory.value);
     const int64_t at = this->head() * this->chunks() + n;
-    if constexpr (kFades) {
+    if constexpr (kDecays) {
       const int64_t index = n > 0 ? this->head() * (this->size.length / kChunkTokens) + n - 1 : this->head();
       const float* const states = n > 0 ? kept : initial;
       fill_exact(memory.state, states ? states + index * this->size.rows * this->size.columns : nullptr);
@@ -169,7 +170,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     FWP_UNROLL_BY(1) for (int i = this->thread(); i < this->block_columns() * pieces; i += this->warps * kWarp)
       copy_later(to.at(i / pieces, i % pieces * per_piece), data + i * per_piece, true);
   }
-  FWP_DEVICE void fill_exact(const StateBefore<kRows, kFades>& to, const float* from) const {
+  FWP_DEVICE void fill_exact(const StateBefore<kRows, kDecays>& to, const float* from) const {
     constexpr int per_piece = 4, pieces = kBlock / per_piece;  // each warp copies its own columns
     const int column = this->own_column() + lane() % pieces * per_piece, columns = this->size.columns;
     const bool by_pieces = from && columns % per_piece == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0;
@@ -191,7 +192,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     FWP_UNROLL_BY(4) for (int i = this->thread(); i < kChunkTokens * width; i += this->warps * kWarp) {
       const int t = i / width, j = i % width;
       float x;
-      if constexpr (kErases)
+      if constexpr (kErasesKey)
         x = t < tokens && j < columns ? errors[t * columns + j] : 0;
       else
         x = number(*memory.value.at(t, j));
@@ -199,7 +200,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     }
   }
   FWP_DEVICE void load_gradient(int64_t n, const Memory& memory) const {
-    typename Pass::State g;
+    typename Base::State g;
     gradients.load(this->head() * this->chunks() + n, this->warp(), g);
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
       for_pairs(g[i], [&](int j, int r, float x, float y) {
@@ -209,8 +210,8 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
   }
 
   // <G, W> over this warp's columns.
-  FWP_DEVICE void sum_state(const Memory& memory, const typename Pass::State& g) const {
-    const StateBefore<kRows, kFades>& state = memory.state;
+  FWP_DEVICE void sum_state(const Memory& memory, const typename Base::State& g) const {
+    const StateBefore<kRows, kDecays>& state = memory.state;
     const float* const from = state.exact + pair() * state.pitch + this->own_column() + line();
     float sum = 0;
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
@@ -228,7 +229,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
       Product d_read, d_erase;
       this->template multiply_rows<1>(memory.d_out, memory.d, memory.write, this->block_columns(), row, column,
                                       d_read, d_erase);
-      if constexpr (kFades) {
+      if constexpr (kDecays) {
         put_decay_parts(memory, row, column, d_read, d_erase);
         this->fade_scores(memory.decays, row, column, d_read);
         this->fade_scores(memory.decays, row, column, d_erase);
@@ -236,12 +237,12 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
       const bool diagonal = row == column;
       for_pairs(d_read, [&](int t, int s, float x, float y) {
         if (diagonal) x = s <= t ? x : 0, y = s + 1 <= t ? y : 0;
-        Scores::put<kOfTokens>(memory.scores.read, row + t, column + s, x, y);
+        Scores::put<kTokenParts>(memory.scores.read, row + t, column + s, x, y);
       });
-      if constexpr (kErases)
+      if constexpr (kErasesKey)
         for_pairs(d_erase, [&](int t, int s, float x, float y) {
           if (diagonal) x = s < t ? x : 0, y = s + 1 < t ? y : 0;
-          Scores::put<kOfTokens>(memory.scores.erase, row + t, column + s, -x, -y);
+          Scores::put<kTokenParts>(memory.scores.erase, row + t, column + s, -x, -y);
         });
     }
   }
@@ -255,7 +256,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
       FWP_UNROLL for (int i = 0; i < 4; ++i) {
         const int t = row + line() + i / 2 * 8, s = column + 8 * h + pair() + i % 2;
         float part = d_read[h][i] * read[h][i];
-        if constexpr (kErases) part = fma(-d_erase[h][i], erase[h][i], part);
+        if constexpr (kErasesKey) part = fma(-d_erase[h][i], erase[h][i], part);
         if (s < t) memory.d_decay.part(s, t) = part;
       }
   }
@@ -270,11 +271,11 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     clear(erased);
     Factor left, right;
     FWP_UNROLL_BY(1) for (int j = 0; j < this->block_columns(); j += kBlock) {
-      Factor state[StateBefore<kRows, kFades>::kParts];
+      Factor state[StateBefore<kRows, kDecays>::kStateParts];
       memory.state.right(j, column, state);
       memory.d_out.left(row, j, left);
       multiply(of_query, left, state);
-      if constexpr (kErases) {
+      if constexpr (kErasesKey) {
         memory.d.left(row, j, left);
         multiply(erased, left, state);
       }
@@ -282,7 +283,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
       memory.write.left(row, j, left);
       multiply(of_key, left, right);
     }
-    if constexpr (kFades) {
+    if constexpr (kDecays) {
       const Decays& decays = memory.decays;
       sum_columns(of_query, erased, of_key, t, column, memory);
       fade_rows(row, of_query, [&](int t) { return decays.from_start(t); });
@@ -293,11 +294,11 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
       Factor key, query;
       memory.key.right(s * kBlock, column, key);
       memory.query.right(s * kBlock, column, query);
-      FWP_UNROLL for (int m = kOfTokens; m-- > 0;) {
+      FWP_UNROLL for (int m = kTokenParts; m-- > 0;) {
         if (s <= t) {
           scores.read[m].left(row, s * kBlock, left);
           multiply(of_query, left, key);
-          if constexpr (kErases) {
+          if constexpr (kErasesKey) {
             scores.erase[m].left(row, s * kBlock, left);
             multiply(of_key, left, key);
           }
@@ -305,14 +306,14 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
         if (s >= t) {
           scores.read[m].left_transposed(s * kBlock, row, left);
           multiply(of_key, left, query);
-          if constexpr (kErases) {
+          if constexpr (kErasesKey) {
             scores.erase[m].left_transposed(s * kBlock, row, left);
             multiply(of_key, left, key);
           }
         }
       }
     }
-    if constexpr (kErases) subtract(of_key, erased);
+    if constexpr (kErasesKey) subtract(of_key, erased);
     store_keys(d_q, n, row, column, of_query);
     store_keys(d_k, n, row, column, of_key);
   }
@@ -332,7 +333,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
         const uint32_t q = memory.query.get(token, column + 8 * h + pair()), k = memory.key.get(token, column + 8 * h + pair());
         const int i = 2 * r;
         reads = fma(low(q), of_query[h][i], fma(high(q), of_query[h][i + 1], reads));
-        if constexpr (kErases) reads -= fma(low(k), erased[h][i], high(k) * erased[h][i + 1]);
+        if constexpr (kErasesKey) reads -= fma(low(k), erased[h][i], high(k) * erased[h][i + 1]);
         writes = fma(low(k), of_key[h][i], fma(high(k), of_key[h][i + 1], writes));
       }
       FWP_UNROLL for (int distance = 1; distance < 4; distance *= 2) {
@@ -345,7 +346,7 @@ struct ChunkGradients : ChunkPass<kRows, kErases, kFades, 1> {
     }
   }
 
-  FWP_DEVICE void store_keys(const Output& to, int64_t n, int row, int column, Product& x) const {
+  FWP_DEVICE void store_keys(const OutputArray& to, int64_t n, int row, int column, Product& x) const {
     if (!to.data) return;
     Bfloat16* const data = static_cast<Bfloat16*>(to.data) + this->first_token(n) * this->size.rows;
     const int tokens = this->count(n);

@@ -24,11 +24,12 @@
 
 namespace fwp::cuda {
 
-template <Rule kRule, int kIn>
-struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
-  using Pass = ChunkKeyParallel<kRule, kIn>;
-  using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults;
-  static constexpr int kValueParts = kFadesValues ? kOfResults : kIn;  // of d_out and of what is written
+template <Rule kRule, int kInputParts>
+struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
+  using Base = ChunkKeyParallel<kRule, kInputParts>;
+  using typename Base::WarpTokens;
+  using Base::kErasesKey, Base::kRemoves, Base::kSolves, Base::kFadesValues, Base::kResultParts;
+  static constexpr int kValueParts = kFadesValues ? kResultParts : kInputParts;  // of d_out and of what is written
 
   // value: V; removed: E, or -E of a removal, in float32; d_removed: D; value_decay: z.
   Brought value, d_out, removed, d_removed, value_decay;
@@ -36,20 +37,20 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
   const float *initial, *kept, *gradients;  // the states before chunk 0 and after each whole one; G for each chunk
   int row, column;                          // the strides of a state
   bool in_pairs;                            // whether two numbers of a state can be loaded at once
-  Output d_q, d_k, d_rate, d_decay, d_removal_key, d_removal;
+  OutputArray d_q, d_k, d_rate, d_decay, d_removal_key, d_removal;
 
   static constexpr int kGroupSize = kSpan * kSpan + kSpan;  // groups in different banks
 
-  using Scratch = WarpScratch<kOfResults>;
+  using Scratch = WarpScratch<kResultParts>;
   using Columns = Shared[kValueParts];
   struct Memory {
     const char** starts;
-    typename Pass::Tokens tokens;
+    typename Base::TokensOfWarps tokens;
     Columns value, d_out, d_removed;  // what is written; d_out; D of a rule that erases. Those of a removal take turns in two
-    Shared d_scores[kOfResults];  // d_P or d_A in parts, with its transpose above the diagonal
+    Shared d_scores[kResultParts];  // d_P or d_A in parts, with its transpose above the diagonal
     float *in_group, *d_rate, *d_decay;  // dP_ts or dA_ts of each group at (s, t); (warps, 32); the same, of a decay by head
     Scratch* scratch;
-    KeyTokens<kIn, false> others;  // where values fade: d_out, V and z
+    KeyTokens<kInputParts, false> others;  // where values fade: d_out, V and z
     float* total;             // the products of all z
     float* aside;             // two places for numbers of each thread
 
@@ -57,14 +58,14 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
         : starts(carver.take<const char*>(kDocuments + 1)), tokens(carver, pass, pass.warps),
           in_group(carver.take<float>(kChunkTokens / kSpan * kGroupSize)),
           d_rate(carver.take<float>(pass.warps * kChunkTokens)),
-          d_decay(carver.take<float>(kIn == 1 || pass.by_key ? 0 : pass.warps * kChunkTokens)),
+          d_decay(carver.take<float>(kInputParts == 1 || pass.by_key ? 0 : pass.warps * kChunkTokens)),
           scratch(carver.take<Scratch>(pass.warps)),
           others(carver, kFadesValues ? pass.value_columns() : 0, pass.query.type, pass.value_decay.type, true),
           total(carver.take<float>(kFadesValues ? pass.value_columns() : 0)),
           aside(carver.take<float>(kRemoves ? 2 * pass.warps * kWarp * kSpan * 2 : 0)) {
       FWP_UNROLL for (Shared& x : value) x = carver.matrix(kChunkTokens, pass.value_columns());
       FWP_UNROLL for (Shared& x : d_out) x = carver.matrix(kChunkTokens, pass.value_columns());
-      FWP_UNROLL for (Shared& x : d_removed) x = carver.matrix(kErases ? kChunkTokens : 0, pass.value_columns());
+      FWP_UNROLL for (Shared& x : d_removed) x = carver.matrix(kErasesKey ? kChunkTokens : 0, pass.value_columns());
       FWP_UNROLL for (Shared& x : d_scores) x = carver.matrix(kChunkTokens, kChunkTokens);
     }
   };
@@ -96,7 +97,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
       clear(slice.d_writer);
       add_terms<false>(n, memory.d_out, memory.value, true, memory, slice);
       tokens.query.store(0, slice.d_reader);
-      if constexpr (kErases) {
+      if constexpr (kErasesKey) {
         tokens.key.load(0, slice.keys.reader);
         erase(slice);
         add_terms<true>(n, memory.d_removed, memory.value, true, memory, slice);
@@ -108,10 +109,8 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
   }
 
  private:
-  static constexpr int kValue = Pass::kOwnStarts, kDOut = kValue + 1, kRemoved = kValue + 2, kDRemoved = kValue + 3,
+  static constexpr int kValue = Base::kOwnStarts, kDOut = kValue + 1, kRemoved = kValue + 2, kDRemoved = kValue + 3,
                        kValueDecay = kValue + 4, kDocuments = kValue + 5;  // of the starts
-
-  using Tokens = typename Pass::OfWarp;
 
   struct Slice {
     KeySlice keys;
@@ -124,7 +123,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
 
   FWP_DEVICE Scratch& scratch(const Memory& memory) const { return memory.scratch[this->warp()]; }
 
-  FWP_DEVICE void load(int64_t n, const Tokens& tokens, const Memory& memory) const {
+  FWP_DEVICE void load(int64_t n, const WarpTokens& tokens, const Memory& memory) const {
     const char* const* const starts = memory.starts;
     const Scalars scalars = this->load_tokens(starts, starts[kDocuments], n, tokens);
     if constexpr (kFadesValues) {
@@ -133,11 +132,11 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
       memory.others.decay.typed([&](const auto& z) { bring_columns(value_decay, starts[kValueDecay], n, z); });
     } else if constexpr (!kRemoves) {
       load_columns(d_out, starts[kDOut], n, memory.d_out);
-      if constexpr (!kErases) load_columns(value, starts[kValue], n, memory.value);
-      if constexpr (kErases) load_columns(d_removed, starts[kDRemoved], n, memory.d_removed);
+      if constexpr (!kErasesKey) load_columns(value, starts[kValue], n, memory.value);
+      if constexpr (kErasesKey) load_columns(d_removed, starts[kDRemoved], n, memory.d_removed);
     }
     commit_copies();
-    if constexpr (kErases) load_removed(n, 1, memory);
+    if constexpr (kErasesKey) load_removed(n, 1, memory);
     if (kFadesValues && this->warp() == 0) this->put_scalars(scalars, memory.others);
     wait_copies<0>();
     __syncthreads();
@@ -148,7 +147,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
     this->bring(from, start, n, 0, this->size.columns, this->value_columns(), to, 0, int(threadIdx.x), this->warps * kWarp);
   }
   FWP_DEVICE void load_columns(const Brought& from, const char* start, int64_t n, const Columns& to) const {
-    if constexpr (kIn == 1)
+    if constexpr (kInputParts == 1)
       bring_columns(from, start, n, to[0]);
     else
       with_element<float>(from.type, [&](auto* number) {
@@ -209,7 +208,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
   // The terms of a reader of a removal with both writers. The decays are loaded again, because otherwise the products of one
   // round would wait in registers for the next.
   template <bool kErased>
-  FWP_DEVICE void add_terms_of_writers(int64_t n, const Tokens& tokens, const Memory& memory, Slice& slice) const {
+  FWP_DEVICE void add_terms_of_writers(int64_t n, const WarpTokens& tokens, const Memory& memory, Slice& slice) const {
     FWP_UNROLL_BY(1) for (int writer = 0; writer < 2; ++writer) {
       tokens.load_decays(0, slice.keys);
       writer > 0 ? tokens.removal.load(0, slice.keys.writer) : tokens.load_keys(0, slice.keys.writer);
@@ -258,7 +257,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
       FWP_UNROLL_BY(1) for (int j = 0; j < this->value_columns(); j += kBlock) {
         Factor left[kValueParts];
         FWP_UNROLL for (int m = 0; m < kValueParts; ++m) d_out[m].left(row, j, left[m]);
-        Pass::template accumulate<kValueParts>(
+        Base::template accumulate<kValueParts>(
             d_score, left, [&](int m, Factor& right) { value[m].right_transposed(column, j, right); });
       }
       for_elements(d_score, [&](int t, int s, float x) {
@@ -269,19 +268,19 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
   }
   // d_P, as it is stored.
   FWP_DEVICE void load_d_scores(int64_t n, const Memory& memory) const {
-    const Bfloat16* const from = d_scores + (this->head() * this->chunks() + n) * kOfResults * kMatrix;
+    const Bfloat16* const from = d_scores + (this->head() * this->chunks() + n) * kResultParts * kMatrix;
     FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix; at += this->warps * kWarp) {
       const int t = at / kChunkTokens, s = at % kChunkTokens;
       if (s > t) continue;
       float x = 0;
-      FWP_UNROLL for (int m = kOfResults; m-- > 0;) x += number(from[m * kMatrix + at]);
+      FWP_UNROLL for (int m = kResultParts; m-- > 0;) x += number(from[m * kMatrix + at]);
       put_d_score(t, s, x, memory);
     }
   }
   FWP_DEVICE static void put_d_score(int t, int s, float x, const Memory& memory) {
     if (t / kSpan == s / kSpan) memory.in_group[t / kSpan * kGroupSize + s % kSpan * kSpan + t % kSpan] = x;
     if (t / kSpan <= s / kSpan) return;
-    for_parts<kOfResults>(
+    for_parts<kResultParts>(
         x, [&](int m, Bfloat16 part) { *memory.d_scores[m].at(t, s) = *memory.d_scores[m].at(s, t) = part; });
   }
 
@@ -299,7 +298,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(of_reader[t]), clear(of_writer[t]);
     float d_whole[2] = {};  // of rows line() and line() + 8
     FWP_UNROLL_BY(1) for (int j = 0; j < this->value_columns(); j += kBlock) {
-      Factor before[kOfResults], after[kOfResults];
+      Factor before[kResultParts], after[kResultParts];
       Product s, g;
       if (of_first_writer) load_block(state, j, s);
       if constexpr (kOfWriter) {
@@ -346,10 +345,10 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
       FWP_UNROLL for (int e = 0; e < 2; ++e) d_products.from_start[kSpan - 1][e] += sums[own_number() + e];
     __syncwarp();
   }
-  FWP_DEVICE static void multiply_columns(const Columns& rows, int t, int j, const Factor (&state)[kOfResults], Product& to) {
+  FWP_DEVICE static void multiply_columns(const Columns& rows, int t, int j, const Factor (&state)[kResultParts], Product& to) {
     Factor left[kValueParts];
     FWP_UNROLL for (int m = 0; m < kValueParts; ++m) rows[m].left(t * kBlock, j, left[m]);
-    Pass::template accumulate<kOfResults>(
+    Base::template accumulate<kResultParts>(
         to, left, [&](int m, Factor& right) { FWP_UNROLL for (int i = 0; i < 4; ++i) right[i] = state[m][i]; });
   }
 
@@ -378,18 +377,18 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
   template <int kGroups, bool kBefore>
   FWP_DEVICE void add_blocks(const Memory& memory, Slice& slice, DProducts& d_products) const {
     const DecayProducts<kGroups, kBefore> products(slice.keys);
-    Grouped<Bfloat16> scaled[kOfResults];
+    Grouped<Bfloat16> scaled[kResultParts];
     scratch(memory).put(slice.keys, products, scaled);
     Product found[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       const int row = t * kBlock, column = kGroups > 1 ? kBlock - row : row;
-      Factor left[kOfResults];
-      FWP_UNROLL for (int m = 0; m < kOfResults; ++m) {
+      Factor left[kResultParts];
+      FWP_UNROLL for (int m = 0; m < kResultParts; ++m) {
         memory.d_scores[m].left(row, column, left[m]);
         if (kGroups == 1) left[m][0] = left[m][3] = 0;  // pairs of tokens of one group
       }
       clear(found[t]);
-      multiply<kOfResults>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
+      multiply<kResultParts>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
     }
     __syncwarp();
     KeyNumbers z;
@@ -479,7 +478,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
 
   // Replace tokens by their gradients. d_writer is the gradient of b K, and if the rule erases, d_reader that of -K where it
   // erases.
-  FWP_DEVICE void put_others(const Tokens& to, const Memory& memory, Slice& slice) const {
+  FWP_DEVICE void put_others(const WarpTokens& to, const Memory& memory, Slice& slice) const {
     KeyNumbers keys;
     to.key.load(0, keys);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
@@ -489,7 +488,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
       const bool given = to.source[token] == kGiven;
       FWP_UNROLL for (int e = 0; e < 2; ++e) {
         slice.d_writer[t][e] *= to.rate[token];
-        if constexpr (kErases) slice.d_writer[t][e] -= slice.d_reader[t][e];
+        if constexpr (kErasesKey) slice.d_writer[t][e] -= slice.d_reader[t][e];
         if (!given) slice.d_decay[t][e] = 0;
       }
     }
@@ -502,7 +501,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kIn> {
     if (own_number() == 0) to[this->warp() * kChunkTokens + token] = x;
   }
 
-  FWP_DEVICE void give(int64_t n, const Tokens& tokens, const Memory& memory) const {
+  FWP_DEVICE void give(int64_t n, const WarpTokens& tokens, const Memory& memory) const {
     this->store_vectors(d_q, n, tokens.query);
     this->store_vectors(d_k, n, tokens.key);
     if (tokens.by_key)

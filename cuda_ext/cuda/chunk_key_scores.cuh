@@ -12,30 +12,30 @@ constexpr int kMatrix = kChunkTokens * kChunkTokens;
 constexpr int kPairs = kSpan * (kSpan + 1) / 2;
 FWP_DEVICE int pair_at(int t, int s) { return t * (t + 1) / 2 + s; }
 
-template <Rule kRule, int kIn>
-struct ChunkKeyScores : ChunkKeyParallel<kRule, kIn> {
-  using Pass = ChunkKeyParallel<kRule, kIn>;
-  using Pass::kErases, Pass::kRemoves, Pass::kScoreParts;
-  static constexpr int kParts = Pass::kSolves ? kExact : kScoreParts;
+template <Rule kRule, int kInputParts>
+struct ChunkKeyScores : ChunkKeyParallel<kRule, kInputParts> {
+  using Base = ChunkKeyParallel<kRule, kInputParts>;
+  using Base::kErasesKey, Base::kRemoves, Base::kScoreParts;
+  static constexpr int kScaledParts = Base::kSolves ? kExactParts : kScoreParts;
 
   Bfloat16* scores;  // (heads, chunks, kScoreMatrices, 32, 32): see ChunkKeyPass
 
   // Each warp's part of the scores, over its numbers of the keys.
   union Scratch {
-    WarpScratch<kParts> scaled;
+    WarpScratch<kScaledParts> scaled;
     float in_group[kPairs][kWarp];  // over the numbers of each lane
   };
   struct Memory {
     const char** starts;
-    typename Pass::Tokens tokens;
+    typename Base::TokensOfWarps tokens;
     Scratch* scratch;
     float* parts;  // (warps, 3, 8, lanes)
     Scores erase;
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyScores& pass)
-        : starts(carver.take<const char*>(Pass::kOwnStarts + 1)), tokens(carver, pass, pass.warps),
+        : starts(carver.take<const char*>(Base::kOwnStarts + 1)), tokens(carver, pass, pass.warps),
           scratch(carver.take<Scratch>(pass.warps)), parts(carver.take<float>(pass.warps * 3 * 8 * kWarp)),
-          erase(carver, 0, Pass::kSolves ? kExact : 0) {}
+          erase(carver, 0, Base::kSolves ? kExactParts : 0) {}
   };
 
   FWP_DEVICE void run() const {
@@ -44,7 +44,7 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kIn> {
     const int64_t n = this->chunk();
     this->put_starts(memory.starts);
     const auto tokens = memory.tokens[this->warp()];
-    this->load_tokens(memory.starts, memory.starts[Pass::kOwnStarts], n, tokens);
+    this->load_tokens(memory.starts, memory.starts[Base::kOwnStarts], n, tokens);
     commit_copies();
     wait_copies<0>();
     __syncwarp();
@@ -52,21 +52,21 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kIn> {
     tokens.load_decays(0, keys);
     tokens.query.load(0, keys.reader);
     tokens.load_keys(0, keys.writer);
-    Bfloat16* const to = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
+    Bfloat16* const to = scores + (this->head() * this->chunks() + n) * Base::kScoreMatrices * kMatrix;
     give<false, kScoreParts>(keys, memory, 1, to);
-    if constexpr (kErases) {
+    if constexpr (kErasesKey) {
       tokens.key.load(0, keys.reader);
-      give_erased<false>(keys, memory, to + Pass::kErased * kMatrix);
+      give_erased<false>(keys, memory, to + Base::kErased * kMatrix);
     }
     if constexpr (kRemoves) {
       KeyNumbers written;
       for_numbers([&](int t, int e) { written[t][e] = keys.writer[t][e]; });
       tokens.removal.load(0, keys.writer);
-      give<false, kExact>(keys, memory, 1, to + Pass::kReadRemoved * kMatrix);
+      give<false, kExactParts>(keys, memory, 1, to + Base::kReadRemoved * kMatrix);
       tokens.load_removal_keys(0, keys.reader);
-      give_erased<true>(keys, memory, to + Pass::kErased * kMatrix);
+      give_erased<true>(keys, memory, to + Base::kErased * kMatrix);
       for_numbers([&](int t, int e) { keys.writer[t][e] = written[t][e]; });
-      give<true, kExact>(keys, memory, -1, to + Pass::kFound * kMatrix);
+      give<true, kExactParts>(keys, memory, -1, to + Base::kFound * kMatrix);
     }
   }
 
@@ -94,7 +94,7 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kIn> {
   // Those with what erases, negative, and solved for within each half of the chunk.
   template <bool kBefore>
   FWP_DEVICE void give_erased(const KeySlice& keys, const Memory& memory, Bfloat16* to) const {
-    multiply_tokens<kBefore, kExact>(keys, memory);
+    multiply_tokens<kBefore, kExactParts>(keys, memory);
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += this->warps) make_erase(b, memory);
     __syncthreads();
     give_erase(memory.erase, to);
@@ -113,7 +113,7 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kIn> {
   // The scores of tokens in neighboring blocks of kGroups groups.
   template <int kGroups, bool kBefore, int parts>
   FWP_DEVICE void multiply_blocks(const KeySlice& keys, Scratch& own, const Memory& memory) const {
-    Grouped<Bfloat16> scaled[kParts];
+    Grouped<Bfloat16> scaled[kScaledParts];
     own.scaled.put(keys, DecayProducts<kGroups, kBefore>(keys), scaled);
     FWP_UNROLL for (int b = 0; b < (kGroups > 1 ? 1 : kChunkBlocks); ++b) {
       const int row = kGroups > 1 ? kBlock : b * kBlock, column = b * kBlock;
@@ -169,16 +169,16 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kIn> {
     Product sum;
     sum_block(b, memory, sum);
     for_pairs(sum, [&](int t, int s, float x, float y) {
-      if (b == 2) return Scores::put<kExact>(memory.erase.erase, kBlock + t, s, -x, -y);
+      if (b == 2) return Scores::put<kExactParts>(memory.erase.erase, kBlock + t, s, -x, -y);
       float* const at = memory.erase.diagonal + b * Scores::kDiagonal + t * Scores::kLine + s;
       at[0] = x, at[1] = y;
     });
     __syncwarp();
-    if (b < kChunkBlocks && lane() < kBlock) Pass::invert(memory.erase, b, lane());
+    if (b < kChunkBlocks && lane() < kBlock) Base::invert(memory.erase, b, lane());
   }
   FWP_DEVICE void give_erase(const Scores& from, Bfloat16* to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
-    FWP_UNROLL for (int m = 0; m < kExact; ++m)
+    FWP_UNROLL for (int m = 0; m < kExactParts; ++m)
       FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix / per_piece; at += this->warps * kWarp)
         *reinterpret_cast<Piece<float>*>(to + m * kMatrix + at * per_piece) =
             *reinterpret_cast<const Piece<float>*>(from.erase[m].at(at / of_row, at % of_row * per_piece));

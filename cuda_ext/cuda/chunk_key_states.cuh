@@ -13,67 +13,107 @@
 
 namespace fwp::cuda {
 
-template <int kRows, Rule kRule, int kIn, bool kReverse>
-struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
-  using Pass = ChunkKeyPass<kRows, kRule, kIn>;
-  using State = typename Pass::State;
-  using Turns = Relay<kRows, Pass::kMostTeams>;
-  using Pass::kErases, Pass::kRemoves, Pass::kSolves, Pass::kFadesValues, Pass::kOfResults, Pass::kOfReads;
-  static constexpr bool kReads = !kReverse;                               // out
+template <bool kFirst, typename First, typename Second>
+FWP_DEVICE const auto& either(const First& first, const Second& second) {
+  if constexpr (kFirst) return first;
+  else return second;
+}
+
+// Scaled tokens of a chunk, in so many parts. kAligned: the first parts of all are multiples of one number (see grid_of).
+template <int kParts, bool kAligned>
+struct ScaledTokens {
+  Grouped<Bfloat16> part[kExactParts];
+
+  FWP_BOTH void take(Carver& carver, int rows, int m) {
+    if (m < kParts) part[m] = carver.grouped(kChunkTokens, rows);
+  }
+  // The numbers i and i + 1 of this lane's tokens.
+  FWP_DEVICE void put(const KeyNumbers& x, int i) const {
+    if constexpr (kParts > 0) {
+      float grid[2];
+      FWP_UNROLL for (int e = 0; e < 2 && kAligned; ++e) {
+        float greatest = 0;
+        FWP_UNROLL for (int t = 0; t < kSpan; ++t) greatest = fmaxf(greatest, fabsf(x[t][e]));
+        FWP_UNROLL for (int distance = kSpan; distance < kWarp; distance *= 2)
+          greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, distance));
+        grid[e] = grid_of(greatest);
+      }
+      FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
+        uint32_t of_pair[kParts];
+        if constexpr (kAligned)
+          split(x[t][0], x[t][1], of_pair, grid[0], grid[1]);
+        else
+          split(x[t][0], x[t][1], of_pair);
+        FWP_UNROLL for (int m = 0; m < kParts; ++m) part[m].put(own_token(t), i, of_pair[m]);
+      }
+    }
+  }
+};
+
+template <int kRows, Rule kRule, int kInputParts, bool kReverse>
+struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
+  using Base = ChunkKeyPass<kRows, kRule, kInputParts>;
+  using State = typename Base::State;
+  using Turns = Relay<kRows, Base::kMostTeams>;
+  using Base::kErasesKey, Base::kRemoves, Base::kSolves, Base::kFadesValues, Base::kResultParts;
+  static constexpr bool kReads = !kReverse || kRemoves;                   // out, or d_V next to D
   static constexpr bool kFinds = kSolves || (kReverse && !kFadesValues);  // D, or what E takes away
-  static constexpr bool kGives = kRemoves && kReverse;                    // d_V next to D
-  static constexpr bool kAligned = !kErases;  // what is written under keys: nothing corrects its errors (see grid_of)
-  static constexpr bool kScored = !(kReverse && kFadesValues);  // whether stored scores are used
-  static constexpr int kQueryParts = kReverse ? kExact : kOfResults;
-  static constexpr int kKeyParts = !kReverse || kErases ? kExact : kFadesValues ? 0 : kOfResults;
-  static constexpr int kEraserParts = kSolves ? kExact : 0, kRemovalParts = kRemoves ? kExact : 0;
-  static constexpr int kParts = kSolves ? kExact : kOfReads;  // of a state that is read, and of E
+  static constexpr bool kOnlyState = kReverse && kFadesValues;            // d_V is computed with the other gradients
+  static constexpr bool kAligned = !kErasesKey;  // what is written under keys: nothing corrects its errors
+  static constexpr int kStateParts = kSolves ? kExactParts : kInputParts;  // of a state that is read
 
   Brought value;        // in reverse, the gradient of the outputs
   Brought value_decay;  // z
   const Bfloat16* scores;
   Matrices<const float> initial;
   float *final, *kept;  // kept: the state after each whole chunk; in reverse, the gradient of the state after each chunk
-  Output out;          // in reverse, d_V
-  Output d_removed;    // D of a removal
-  float* error;        // (heads, tokens, columns): E, or of a removal what y retrieves
-  float* ends;         // if given, only the ends of segments are computed: see store_ends()
+  OutputArray out;        // in reverse, d_V
+  OutputArray d_removed;  // D of a removal
+  float* error;           // (heads, tokens, columns): E, or of a removal what y retrieves
+  float* ends;            // if given, only the ends of segments are computed: see store_ends()
 
   struct Stage {
-    ValueTile<kIn> value;
-    TokenVectors<HalfOf<kIn>> value_decay;
-    Shared scores[Pass::kScoreMatrices];
+    ValueTile<kInputParts> value;
+    TokenVectors<HalfOf<kInputParts>> value_decay;
+    Shared scores[Base::kScoreMatrices];
 
     FWP_BOTH Stage(Carver& carver, const ChunkKeyStates& pass)
         : value(carver, kChunkTokens, pass.block_columns(), pass.value.type),
           value_decay(carver, kFadesValues ? kChunkTokens : 0, pass.block_columns(), pass.value_decay.type) {
-      FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices && kScored; ++m)
+      FWP_UNROLL for (int m = 0; m < Base::kScoreMatrices && !kOnlyState; ++m)
         scores[m] = carver.matrix(kChunkTokens, kChunkTokens);
     }
+    // P, or X of a removal: what is read of E.
+    FWP_DEVICE const Shared* of_errors() const { return scores + (kRemoves ? Base::kReadRemoved : 0); }
   };
-  // Scaled tokens in parts: c Q, w K, what erases (c K or c- y), and w x.
   struct OfTeam {
-    Grouped<Bfloat16> query[kExact], key[kExact], eraser[kExact], removal[kExact];
-    float* total;                   // c_C
-    WarpScratch<kOfResults>* scratch;  // of each warp, to exchange numbers
-    typename Pass::Tokens tokens;
+    ScaledTokens<kReverse ? kExactParts : kResultParts, kReverse && kAligned> query;  // c Q
+    ScaledTokens<!kReverse || kErasesKey ? kExactParts : kOnlyState ? 0 : kResultParts, !kReverse && kAligned> key;  // w K
+    ScaledTokens<kSolves ? kExactParts : 0, false> eraser;    // c K or c- y
+    ScaledTokens<kRemoves ? kExactParts : 0, false> removal;  // w x
+    float* total;                        // c_C
+    WarpScratch<kResultParts>* scratch;  // of each warp, to exchange numbers
+    typename Base::SharedTokens tokens;
     Stages<Stage, ChunkKeyStates> stages;
 
     FWP_BOTH OfTeam(Carver& carver, const ChunkKeyStates& pass)
         : total(carver.take<float>(kRows)),
-          scratch(carver.take<WarpScratch<kOfResults>>(kFadesValues ? pass.warps : 0)), tokens(pass.take_tokens(carver)),
+          scratch(carver.take<WarpScratch<kResultParts>>(kFadesValues ? pass.warps : 0)), tokens(pass.take_tokens(carver)),
           stages(carver, pass) {
-      FWP_UNROLL for (int m = 0; m < kExact; ++m) {
+      FWP_UNROLL for (int m = 0; m < kExactParts; ++m) {
         if constexpr (kRemoves) {  // what reads and what writes take turns
-          if (m < kQueryParts || m < kKeyParts) query[m] = key[m] = carver.grouped(kChunkTokens, kRows);
-          eraser[m] = removal[m] = carver.grouped(kChunkTokens, kRows);
-          continue;
+          query.part[m] = key.part[m] = carver.grouped(kChunkTokens, kRows);
+          eraser.part[m] = removal.part[m] = carver.grouped(kChunkTokens, kRows);
+        } else {
+          query.take(carver, kRows, m), key.take(carver, kRows, m), eraser.take(carver, kRows, m);
         }
-        if (m < kQueryParts) query[m] = carver.grouped(kChunkTokens, kRows);
-        if (m < kKeyParts) key[m] = carver.grouped(kChunkTokens, kRows);
-        if (m < kEraserParts) eraser[m] = carver.grouped(kChunkTokens, kRows);
       }
     }
+    // What these tokens do with the state: one reads results, one what D or E needs, one writes values or errors, one removes.
+    FWP_DEVICE const auto& reader() const { return either<kReverse>(key, query); }
+    FWP_DEVICE const auto& finder() const { return either<kReverse>(either<kRemoves>(removal, key), eraser); }
+    FWP_DEVICE const auto& writer() const { return either<kReverse>(query, key); }
+    FWP_DEVICE const auto& remover() const { return either<kReverse>(eraser, removal); }
   };
   struct Memory {
     const char** starts;
@@ -81,7 +121,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     Copies<OfTeam, ChunkKeyStates> of_teams;
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyStates& pass)
-        : starts(carver.take<const char*>(Pass::kOwnStarts + 3)), relay(carver, pass.warps, pass.teams),
+        : starts(carver.take<const char*>(Base::kOwnStarts + 3)), relay(carver, pass.warps, pass.teams),
           of_teams(carver, pass, pass.teams) {}
   };
 
@@ -92,7 +132,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     const int team = this->team();
     const OfTeam own = memory.of_teams[team];
     State state;
-    Pass::kHasSegments && !kReverse && ends ? this->load_transition(state) : this->load(initial, state);
+    Base::kHasSegments && !kReverse && ends ? this->load_transition(state) : this->load(initial, state);
     if (kReverse && team == 0) this->store(state, kept, this->head() * this->chunks() + chunk_of(0));
     this->put_starts(memory.starts, value, value_decay);
     const int chunks = int(this->end() - this->begin());
@@ -121,7 +161,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   }
 
  private:
-  static constexpr int kValueStart = Pass::kOwnStarts;
+  static constexpr int kValueStart = Base::kOwnStarts;
 
   // Chunk i of the segment, in the order of the pass.
   FWP_DEVICE int64_t chunk_of(int i) const { return kReverse ? this->end() - 1 - i : this->begin() + i; }
@@ -138,16 +178,16 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   }
   FWP_DEVICE void bring_scores(int64_t n, const Stage& to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
-    if (!kScored || !scores) return;  // without scores only states are wanted
-    const Bfloat16* const from = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
-    FWP_UNROLL for (int m = 0; m < Pass::kScoreMatrices; ++m)
+    if (kOnlyState || !scores) return;  // without scores only states are wanted
+    const Bfloat16* const from = scores + (this->head() * this->chunks() + n) * Base::kScoreMatrices * kMatrix;
+    FWP_UNROLL for (int m = 0; m < Base::kScoreMatrices; ++m)
       FWP_UNROLL_BY(1) for (int at = this->thread(); at < kMatrix / per_piece; at += this->warps * kWarp)
         copy_later(to.scores[m].at(at / of_row, at % of_row * per_piece), from + m * kMatrix + at * per_piece, true);
   }
 
   // What reads the state, what writes to it, or both. The warps share the numbers of a key.
   template <bool kReaders, bool kWriters>
-  FWP_DEVICE void scale(const typename Pass::Tokens& tokens, const OfTeam& memory) const {
+  FWP_DEVICE void scale(const typename Base::SharedTokens& tokens, const OfTeam& memory) const {
     FWP_UNROLL_BY(1) for (int column = this->own_column(); column < kRows; column += this->block_columns()) {
       KeySlice keys;
       tokens.load_decays(column, keys);
@@ -158,54 +198,31 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       if constexpr (kOfQueries) {
         tokens.query.load(column, x);
         multiply(x, products.from_start);
-        put_scaled_tokens<kQueryParts, kReverse && kAligned>(x, i, memory.query);
+        memory.query.put(x, i);
       }
       if constexpr (kOfKeys) {
         tokens.load_keys(column, x);
         multiply(x, products.to_end);
-        put_scaled_tokens<kKeyParts, !kReverse && kAligned>(x, i, memory.key);
+        memory.key.put(x, i);
       }
-      if constexpr (kErases) {
+      if constexpr (kErasesKey) {
         tokens.key.load(column, x);
         multiply(x, products.from_start);
-        put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
+        memory.eraser.put(x, i);
       }
       if constexpr (kRemoves && kOfQueries) {
         tokens.load_removal_keys(column, x);
         multiply(x, DecayProducts<kChunkTokens / kSpan, true>(keys).from_start);
-        put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
+        memory.eraser.put(x, i);
       }
       if constexpr (kRemoves && kOfKeys) {
         tokens.removal.load(column, x);
         multiply(x, products.to_end);
-        put_scaled_tokens<kRemovalParts, false>(x, i, memory.removal);
+        memory.removal.put(x, i);
       }
       FWP_UNROLL for (int e = 0; e < 2; ++e) {
         const float total = keys.product(e);
         if (group() == 0) memory.total[i + e] = total;
-      }
-    }
-  }
-
-  // kAlign: the first parts of all tokens are multiples of one number (see grid_of).
-  template <int parts, bool kAlign>
-  FWP_DEVICE static void put_scaled_tokens(const KeyNumbers& x, int i, const Grouped<Bfloat16> (&to)[kExact]) {
-    if constexpr (parts > 0) {
-      float grid[2];
-      FWP_UNROLL for (int e = 0; e < 2 && kAlign; ++e) {
-        float greatest = 0;
-        FWP_UNROLL for (int t = 0; t < kSpan; ++t) greatest = fmaxf(greatest, fabsf(x[t][e]));
-        FWP_UNROLL for (int distance = kSpan; distance < kWarp; distance *= 2)
-          greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, distance));
-        grid[e] = grid_of(greatest);
-      }
-      FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
-        uint32_t of_pair[parts];
-        if constexpr (kAlign)
-          split(x[t][0], x[t][1], of_pair, grid[0], grid[1]);
-        else
-          split(x[t][0], x[t][1], of_pair);
-        FWP_UNROLL for (int m = 0; m < parts; ++m) to[m].put(own_token(t), i, of_pair[m]);
       }
     }
   }
@@ -216,55 +233,52 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   FWP_DEVICE void run_chunk(int i, const Stage& chunk, const OfTeam& memory, const Turns& relay, State& state,
                       F before_writes) const {
     const int64_t n = chunk_of(i);
-    const bool gives_results = !Pass::kHasSegments || !ends;  // some do not affect the state
+    const bool gives_results = !Base::kHasSegments || !ends;  // some do not affect the state
     relay.take(i, this->team(), this->warp(), state);
-    Product read[kChunkBlocks], found[kChunkBlocks], given[kChunkBlocks];
-    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]), clear(given[t]);
-    // read = c Q W, found = c K W or of a removal c- y W; in reverse found = w K G, or of a removal w x G and given = w K G.
-    read_state(gives_results, memory, state, read, found, given);
-    Factor value[kChunkBlocks][kIn], write[kChunkBlocks][kParts];
-    if constexpr (kReverse || !kErases) chunk.value.template load<kAligned>(this->own_column(), value);
+    Product read[kChunkBlocks], found[kChunkBlocks];
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(read[t]), clear(found[t]);
+    // read = c Q W, found = c K W or of a removal c- y W. In reverse found = w K G, or of a removal w x G and read = w K G.
+    read_state(gives_results, memory, state, read, found);
+    Factor value[kChunkBlocks][kInputParts], error_parts[kChunkBlocks][kExactParts];  // d_out and D in reverse
+    if constexpr (kReverse || !kErasesKey) chunk.value.template load<kAligned>(this->own_column(), value);
     // In reverse found += P^T d_out, or X^T d_out of a removal.
     if constexpr (kReverse && kFinds)
       if (kSolves || gives_results)
-        read_later<kSolves ? kExact : kOfResults>(value, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), found);
+        read_later<kSolves ? kExactParts : kResultParts>(value, chunk.of_errors(), found);
     // E = V - found - A E, or of a removal -found - R V - Y E. In reverse D = found - A^T D, or found - Y^T D.
     if constexpr (kSolves) {
       if constexpr (!kReverse) take_away(value, chunk, this->own_column(), found);
-      solve(chunk, found, write);
+      solve(chunk, found, error_parts);
     }
     // What needs no other chunk: after the state where a team waits for that, else before it, to have fewer numbers in registers.
     const auto read_chunk = [&] {
       if (!gives_results) return;
-      // out = read + P E, or of a removal read + P V + X E.
-      if constexpr (kReads && !kFadesValues) {
-        if constexpr (!kErases) read_earlier<kIn>(value, chunk.scores, read);
-        if constexpr (kSolves) read_earlier<kOfResults>(write, chunk.scores + (kRemoves ? Pass::kReadRemoved : 0), read);
+      if constexpr (kReverse && kReads) {  // d_V = P^T d_out + read - R^T D.
+        read_later<kResultParts>(value, chunk.scores, read);
+        read_later<kResultParts>(error_parts, chunk.scores + Base::kFound, read);
       }
-      // d_V = P^T d_out + given - R^T D.
-      if constexpr (kGives) {
-        read_later<kOfResults>(value, chunk.scores, given);
-        read_later<kOfResults>(write, chunk.scores + Pass::kFound, given);
+      if constexpr (!kReverse && !kFadesValues) {  // out = read + P E, or of a removal read + P V + X E.
+        if constexpr (!kErasesKey) read_earlier<kInputParts>(value, chunk.scores, read);
+        if constexpr (kSolves) read_earlier<kResultParts>(error_parts, chunk.of_errors(), read);
       }
-      FWP_UNROLL for (int t = 0; t < kChunkBlocks && kReads && kSolves; ++t) {
+      FWP_UNROLL for (int t = 0; t < kChunkBlocks && !kReverse && kSolves; ++t) {
         if constexpr (kRemoves) for_elements(found[t], [](int, int, float& x) { x = -x; });
         this->store_errors(error, n, t, found[t]);
       }
     };
-    if constexpr (Pass::kMostTeams == 1) read_chunk();
+    if constexpr (Base::kMostTeams == 1) read_chunk();
     before_writes();
-    // W = c_C W + (w K)^T E, of a removal with V, and + (w x)^T E; in reverse G = c_C G + (c Q)^T d_out - (c K)^T D, or c- y.
+    // W = c_C W + (w K)^T E, of a removal with V, and + (w x)^T E. In reverse G = c_C G + (c Q)^T d_out - (c K)^T D, or c- y.
     if constexpr (kFadesValues) {
       fade_values(n, chunk, memory, read, state, [&] { give(i, relay, state); });
     } else {
-      change(memory, value, write, state);
+      change(memory, value, error_parts, state);
       give(i, relay, state);
     }
-    if constexpr (Pass::kMostTeams > 1) read_chunk();
+    if constexpr (Base::kMostTeams > 1) read_chunk();
     if (gives_results) chunk.value.typed([&](const auto& through) {
       if constexpr (kReverse && kRemoves) this->store_results(d_removed, n, found, through);
-      if constexpr (!kReverse || !kFadesValues)
-        this->store_results(out, n, kGives ? given : kReverse ? found : read, through);
+      if constexpr (!kOnlyState) this->store_results(out, n, kReads ? read : found, through);
     });
   }
 
@@ -273,7 +287,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     const int64_t n = chunk_of(i);
     const bool is_last = kReverse ? n == this->begin() : n + 1 == this->end();
     relay.give(is_last, this->team(), this->warp(), state);
-    if (Pass::kHasSegments && ends && is_last) this->store_ends(state, ends);
+    if (Base::kHasSegments && ends && is_last) this->store_ends(state, ends);
     if constexpr (kReverse) {
       if (!is_last) this->store(state, kept, this->head() * this->chunks() + n - 1);
       if (n == 0) this->store(state, final, this->head());
@@ -289,7 +303,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
                                       Product (&x)[kChunkBlocks]) {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       FWP_UNROLL for (int s = 0; s <= t; ++s)
-        Pass::template accumulate<kOfResults>(x[t], greatest<most>(columns[s]), [&](int m, Factor& right) {
+        Base::template accumulate<kResultParts>(x[t], greatest<most>(columns[s]), [&](int m, Factor& right) {
           scores[m].right_transposed(t * kBlock, s * kBlock, right);
         });
   }
@@ -298,42 +312,35 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
                                     Product (&x)[kChunkBlocks]) {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       FWP_UNROLL for (int s = t; s < kChunkBlocks; ++s)
-        Pass::template accumulate<of_scores>(x[t], greatest<(parts < of_scores ? parts : of_scores)>(columns[s]),
+        Base::template accumulate<of_scores>(x[t], greatest<(parts < of_scores ? parts : of_scores)>(columns[s]),
                                              [&](int m, Factor& right) { scores[m].right(s * kBlock, t * kBlock, right); });
   }
 
   // From what is found in the state, the right side of the equations for E.
-  FWP_DEVICE static void take_away(const Factor (&value)[kChunkBlocks][kIn], const Stage& chunk, int column,
+  FWP_DEVICE static void take_away(const Factor (&value)[kChunkBlocks][kInputParts], const Stage& chunk, int column,
                                    Product (&x)[kChunkBlocks]) {
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-      if constexpr (kErases) {
+      if constexpr (kErasesKey) {
         Product values;
         chunk.value.load(t, column, values);
         subtract_from(values, x[t]);
       } else {
         for_elements(x[t], [](int, int, float& number) { number = -number; });
         FWP_UNROLL for (int s = 0; s <= t; ++s)
-          add_product<kExact>(x[t], value[s], [&](int m, Factor& right) {
-            chunk.scores[Pass::kFound + m].right_transposed(t * kBlock, s * kBlock, right);
+          add_product<kExactParts>(x[t], value[s], [&](int m, Factor& right) {
+            chunk.scores[Base::kFound + m].right_transposed(t * kBlock, s * kBlock, right);
           });
       }
     }
   }
 
   // The state after the chunk.
-  FWP_DEVICE static void change(const OfTeam& memory, const Factor (&value)[kChunkBlocks][kIn],
-                                const Factor (&write)[kChunkBlocks][kParts], State& state) {
+  FWP_DEVICE static void change(const OfTeam& memory, const Factor (&value)[kChunkBlocks][kInputParts],
+                                const Factor (&error_parts)[kChunkBlocks][kExactParts], State& state) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       for_elements(state[i], [&](int, int r, float& x) { x *= memory.total[i * kBlock + r]; });
-      if constexpr (kReverse) {
-        add_write<kQueryParts, kAligned, false>(value, memory.query, i, state[i]);
-        if constexpr (kSolves) add_write<kEraserParts, false, true>(write, memory.eraser, i, state[i]);
-      } else if constexpr (kErases) {
-        add_write<kKeyParts, false, false>(write, memory.key, i, state[i]);
-      } else {
-        add_write<kKeyParts, kAligned, false>(value, memory.key, i, state[i]);
-        if constexpr (kRemoves) add_write<kRemovalParts, false, false>(write, memory.removal, i, state[i]);
-      }
+      add_write<false>(either<kErasesKey && !kReverse>(error_parts, value), memory.writer(), i, state[i]);
+      if constexpr (kReverse ? kSolves : kRemoves) add_write<kReverse>(error_parts, memory.remover(), i, state[i]);
     }
   }
 
@@ -341,14 +348,14 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   template <typename F>
   FWP_DEVICE void fade_values(int64_t n, const Stage& chunk, const OfTeam& memory, Product (&read)[kChunkBlocks],
                               State& state, F give) const {
-    WarpScratch<kOfResults>& scratch = memory.scratch[this->warp()];
+    WarpScratch<kResultParts>& scratch = memory.scratch[this->warp()];
     KeySlice values;
     chunk.value.typed([&](const auto& v) {
       for_numbers([&](int t, int e) {
-        (kReverse ? values.reader : values.writer)[t][e] = number(*v.at(own_token(t), this->own_column() + own_number() + e));
+        values.writer[t][e] = number(*v.at(own_token(t), this->own_column() + own_number() + e));
       });
     });
-    clear(kReverse ? values.writer : values.reader);
+    clear(values.reader);
     chunk.value_decay.load(this->own_column(), values.decay);
     const int tokens = this->count(n);
     for_numbers([&](int t, int e) { values.decay[t][e] = own_token(t) < tokens ? values.decay[t][e] : 1; });
@@ -356,10 +363,10 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
     const DecayProducts<kChunkTokens / kSpan> products(values);
     KeyNumbers scaled;
     for_numbers([&](int t, int e) {
-      scaled[t][e] = kReverse ? products.from_start[t][e] * values.reader[t][e] : products.to_end[t][e] * values.writer[t][e];
+      scaled[t][e] = (kReverse ? products.from_start : products.to_end)[t][e] * values.writer[t][e];
     });
     Product columns[kChunkBlocks];
-    Factor write[kChunkBlocks][kExact];
+    Factor write[kChunkBlocks][kExactParts];
     scratch.exchange(scaled, columns);
     split_rows(columns, write);
     float total[2];  // of this lane's columns
@@ -374,7 +381,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       FWP_UNROLL for (int h = 0; h < 2; ++h)
         FWP_UNROLL for (int e = 0; e < 4; ++e)
           state[i][h][e] *= memory.total[i * kBlock + 8 * h + pair() + e % 2] * total[e / 2];
-      add_write<kExact, true, false>(write, kReverse ? memory.query : memory.key, i, state[i]);
+      add_write<false>(write, memory.writer(), i, state[i]);
     }
     give();
     if constexpr (kReads) {
@@ -390,22 +397,22 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
 
   // x += what tokens read of those in the neighboring block of kGroups groups.
   template <int kGroups>
-  FWP_DEVICE static void read_blocks(const KeySlice& values, const Shared* scores, WarpScratch<kOfResults>& scratch,
+  FWP_DEVICE static void read_blocks(const KeySlice& values, const Shared* scores, WarpScratch<kResultParts>& scratch,
                                      KeyNumbers& x) {
     const DecayProducts<kGroups> products(values);
-    Grouped<Bfloat16> scaled[kOfResults];
+    Grouped<Bfloat16> scaled[kResultParts];
     scratch.put(values, products, scaled);
     Product found[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       clear(found[t]);
       if (kGroups > 1 && t == 0) continue;
       const int row = t * kBlock, column = kGroups > 1 ? 0 : row;
-      Factor left[kOfResults];
-      FWP_UNROLL for (int m = 0; m < kOfResults; ++m) {
+      Factor left[kResultParts];
+      FWP_UNROLL for (int m = 0; m < kResultParts; ++m) {
         scores[m].left(row, column, left[m]);
         if (kGroups == 1) left[m][0] = left[m][3] = 0;  // pairs of tokens of one group
       }
-      multiply<kOfResults>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
+      multiply<kResultParts>(found[t], left, [&](int m, Factor& right) { scaled[m].right(column, 0, right); });
     }
     __syncwarp();
     KeyNumbers z;
@@ -418,7 +425,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
       float y[2][2];
       FWP_UNROLL for (int t = s; t < kSpan; ++t) {
         float score[2] = {};
-        FWP_UNROLL for (int m = kOfResults; m-- > 0;) {
+        FWP_UNROLL for (int m = kResultParts; m-- > 0;) {
           const uint32_t pair = scores[m].get(own_token(t), own_token(s));
           score[0] += low(pair), score[1] += high(pair);
         }
@@ -434,36 +441,33 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
   }
 
   // read += (c Q W)^T; found += what erases, times W; or in reverse found += (w K G)^T, or of a removal found += (w x G)^T and
-  // given += (w K G)^T.
+  // read += (w K G)^T.
   FWP_DEVICE static void read_state(bool results, const OfTeam& memory, const State& state, Product (&read)[kChunkBlocks],
-                                    Product (&found)[kChunkBlocks], Product (&given)[kChunkBlocks]) {
+                                    Product (&found)[kChunkBlocks]) {
+    constexpr int of_results = kReverse ? kResultParts : kInputParts;
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
-      Factor of_state[kParts];
+      Factor of_state[kStateParts];
       split(state[i], of_state);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
         if constexpr (kReads)
-          if (results) read_rows<kQueryParts>(greatest<kOfReads>(of_state), memory.query, t, i, read[t]);
-        if constexpr (kGives)
-          if (results) read_rows<kKeyParts>(greatest<kOfResults>(of_state), memory.key, t, i, given[t]);
-        if constexpr (kFinds && !kReverse) read_rows<kEraserParts>(of_state, memory.eraser, t, i, found[t]);
-        if constexpr (kFinds && kReverse)
-          if (kSolves || results)
-            read_rows<(kRemoves ? kRemovalParts : kKeyParts)>(of_state, kRemoves ? memory.removal : memory.key, t, i, found[t]);
+          if (results) read_rows(greatest<of_results>(of_state), memory.reader(), t, i, read[t]);
+        if constexpr (kFinds)
+          if (kSolves || results) read_rows(of_state, memory.finder(), t, i, found[t]);
       }
     }
   }
-  template <int of_rows, int of_state>
-  FWP_DEVICE static void read_rows(const Factor (&state)[of_state], const Grouped<Bfloat16> (&rows)[kExact], int t, int i,
+  template <int of_state, int of_rows, bool aligned>
+  FWP_DEVICE static void read_rows(const Factor (&state)[of_state], const ScaledTokens<of_rows, aligned>& rows, int t, int i,
                                    Product& to) {
-    Pass::template accumulate<of_rows>(
-        to, state, [&](int m, Factor& right) { rows[m].right_transposed(t * kBlock, i * kBlock, right); });
+    Base::template accumulate<of_rows>(
+        to, state, [&](int m, Factor& right) { rows.part[m].right_transposed(t * kBlock, i * kBlock, right); });
   }
 
   // x, without the term of A, becomes E or D, also in parts. E begins with the first tokens, D with the last ones.
-  FWP_DEVICE static void solve(const Stage& chunk, Product (&x)[kChunkBlocks], Factor (&parts)[kChunkBlocks][kParts]) {
+  FWP_DEVICE static void solve(const Stage& chunk, Product (&x)[kChunkBlocks], Factor (&parts)[kChunkBlocks][kExactParts]) {
     const auto add_erased = [&](int from, int to) {
-      add_product<kExact>(x[to], parts[from], [&](int m, Factor& right) {
-        const Shared& erase = chunk.scores[Pass::kErased + m];
+      add_product<kExactParts>(x[to], parts[from], [&](int m, Factor& right) {
+        const Shared& erase = chunk.scores[Base::kErased + m];
         kReverse ? erase.right(from * kBlock, to * kBlock, right)
                  : erase.right_transposed(to * kBlock, from * kBlock, right);
       });
@@ -479,26 +483,26 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kIn> {
 
   // state += (or -=) the columns of 32 tokens times the rows of those tokens. Small parts are added first, and apart from the
   // first ones if these are aligned.
-  template <int of_rows, bool kAlign, bool minus, int of_columns>
-  FWP_DEVICE static void add_write(const Factor (&columns)[kChunkBlocks][of_columns], const Grouped<Bfloat16> (&rows)[kExact],
-                                   int i, Product& state) {
+  template <bool minus, int of_columns, int of_rows, bool aligned>
+  FWP_DEVICE static void add_write(const Factor (&columns)[kChunkBlocks][of_columns],
+                                   const ScaledTokens<of_rows, aligned>& rows, int i, Product& state) {
     constexpr int most = of_rows > of_columns ? of_rows : of_columns;
     Product product;
     clear(product);
     FWP_UNROLL for (int m = of_rows; m-- > 0;) {
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
         Factor right;
-        rows[m].right(t * kBlock, i * kBlock, right);
+        rows.part[m].right(t * kBlock, i * kBlock, right);
         FWP_UNROLL for (int k = of_columns; k-- > 0;)
-          if (k + m < most && !(kAlign && k + m == 0)) multiply(product, columns[t][k], right);
+          if (k + m < most && !(aligned && k + m == 0)) multiply(product, columns[t][k], right);
       }
     }
     minus ? subtract(state, product) : add(state, product);
-    if constexpr (kAlign) {
+    if constexpr (aligned) {
       clear(product);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
         Factor right;
-        rows[0].right(t * kBlock, i * kBlock, right);
+        rows.part[0].right(t * kBlock, i * kBlock, right);
         multiply(product, columns[t][0], right);
       }
       minus ? subtract(state, product) : add(state, product);

@@ -52,8 +52,8 @@ FWP_DEVICE void clear(KeyNumbers& x) {
 
 // The parts that hold a number of an input: one for bfloat16, all three for float32 and float16. So a pass for float32 takes
 // float16, too. Its other factors then have all parts as well, and long sums are added outside of the tensor cores.
-template <int kIn>
-using HalfOf = std::conditional_t<kIn == 1, Bfloat16, Float16>;
+template <int kInputParts>
+using HalfOf = std::conditional_t<kInputParts == 1, Bfloat16, Float16>;
 
 // Two adjacent numbers in shared memory.
 template <typename T>
@@ -237,10 +237,10 @@ constexpr float kGiven = 2;
 
 // The tokens of a chunk in shared memory, vectors of `width` numbers. by_key: whether decays are vectors. If not, `source` has
 // them, otherwise kGiven or what replaces them.
-template <int kIn, bool kRemoves>
+template <int kInputParts, bool kRemoves>
 struct KeyTokens {
-  TokenVectors<HalfOf<kIn>, kIn == 1> query, key;
-  TokenVectors<HalfOf<kIn>> decay, removal_key, removal;
+  TokenVectors<HalfOf<kInputParts>, kInputParts == 1> query, key;
+  TokenVectors<HalfOf<kInputParts>> decay, removal_key, removal;
   float *rate, *source;
   bool by_key;
 
@@ -281,10 +281,10 @@ struct KeyTokens {
 };
 
 // Values or gradients of outputs of a chunk, 32 tokens, and how a warp has 16 columns of them as rows: as factors, or as numbers.
-template <int kIn>
-struct ValueTile : TokenVectors<HalfOf<kIn>> {
+template <int kInputParts>
+struct ValueTile : TokenVectors<HalfOf<kInputParts>> {
   FWP_BOTH ValueTile(Carver& carver, int tokens, int width, Type type)
-      : TokenVectors<HalfOf<kIn>>(carver, tokens, width, type, kPadding) {}
+      : TokenVectors<HalfOf<kInputParts>>(carver, tokens, width, type, kPadding) {}
 
   FWP_DEVICE void load(int t, int column, Product& to) const {
     this->typed([&](const auto& from) {
@@ -292,7 +292,7 @@ struct ValueTile : TokenVectors<HalfOf<kIn>> {
     });
   }
   template <bool kAlign>
-  FWP_DEVICE void load(int column, Factor (&to)[kChunkBlocks][kIn]) const {
+  FWP_DEVICE void load(int column, Factor (&to)[kChunkBlocks][kInputParts]) const {
     Product x[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) load(t, column, x[t]);
     if constexpr (kAlign)
@@ -322,42 +322,42 @@ struct ValueTile<1> {
 };
 
 // Tokens in three parts leave no room for a second team.
-template <int kRows, int kIn>
-constexpr int kTeamsByKey = kIn == 1 ? kMostTeams<kRows> : 1;
+template <int kRows, int kInputParts>
+constexpr int kTeamsByKey = kInputParts == 1 ? kMostTeams<kRows> : 1;
 
 // kRows: a multiple of 16, at least Dk. The inputs `rate`, `decay` along the keys or for a head, and along the keys
 // `removal_key` and `removal`.
-template <int kRows, Rule kRule, int kIn, int kMost = kTeamsByKey<kRows, kIn>>
-struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, true, kMost> {
-  static constexpr bool kErases = erases_of(kRule) == Erases::kKey, kRemoves = erases_of(kRule) == Erases::kRemoval;
-  static constexpr bool kSolves = kErases || kRemoves;  // for E
+template <int kRows, Rule kRule, int kInputParts, int kTeamLimit = kTeamsByKey<kRows, kInputParts>>
+struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, true, kTeamLimit> {
+  static constexpr bool kErasesKey = erases_of(kRule) == Erases::kKey, kRemoves = erases_of(kRule) == Erases::kRemoval;
+  static constexpr bool kSolves = kErasesKey || kRemoves;  // for E
   static constexpr bool kFadesValues = fades_of(kRule) == Fades::kKeyAndValue;
-  using Base = ChunkPass<kRows, kSolves, true, kMost>;
-  using Tokens = KeyTokens<kIn, kRemoves>;
-  // Parts of factors of results: products of tokens, and states that are read.
-  static constexpr int kOfResults = kIn == 1 ? kOfTokens : kExact, kOfReads = kIn;
+  using Base = ChunkPass<kRows, kSolves, true, kTeamLimit>;
+  using SharedTokens = KeyTokens<kInputParts, kRemoves>;
+  // Parts of products of tokens that results have as factors. A state that is read has as many as an input.
+  static constexpr int kResultParts = kInputParts == 1 ? kTokenParts : kExactParts;
   // Without solving, a transition is a vector. Where values fade, it would be two: there are no segments. Nor are there in
   // float32, to have fewer kernels.
-  static constexpr bool kHasSegments = !kFadesValues && kIn == 1;
+  static constexpr bool kHasSegments = !kFadesValues && kInputParts == 1;
   // Of columns: these rules need more shared memory.
   static constexpr int kMostWarps = kRemoves || kFadesValues ? kChunkWarps / 2 : kChunkWarps;
   // The stored scores: P in parts, as exact as what depends on it, then -A (of a removal -Y) as in Scores, X, and -R.
-  static constexpr int kScoreParts = kErases ? kExact : kOfResults;
-  static constexpr int kErased = kScoreParts, kReadRemoved = kErased + kExact, kFound = kReadRemoved + kExact;
-  static constexpr int kScoreMatrices = kRemoves ? kFound + kExact : kErases ? kErased + kExact : kScoreParts;
+  static constexpr int kScoreParts = kErasesKey ? kExactParts : kResultParts;
+  static constexpr int kErased = kScoreParts, kReadRemoved = kErased + kExactParts, kFound = kReadRemoved + kExactParts;
+  static constexpr int kScoreMatrices = kRemoves ? kFound + kExactParts : kErasesKey ? kErased + kExactParts : kScoreParts;
 
   Brought removal_key, removal;
   bool by_key;  // whether decays are vectors; always in bfloat16, whose other decays have kernels of their own
 
   // With kRows numbers of the keys.
-  FWP_BOTH Tokens take_tokens(Carver& carver) const {
-    return {carver, kRows, this->query.type, this->decay.type, kIn == 1 || by_key, removal_key.type, removal.type};
+  FWP_BOTH SharedTokens take_tokens(Carver& carver) const {
+    return {carver, kRows, this->query.type, this->decay.type, kInputParts == 1 || by_key, removal_key.type, removal.type};
   }
 
   // c += a b, where load(n, b) loads part n of b.
   template <int of_b, int of_a, typename Load>
   FWP_DEVICE static void accumulate(Product& c, const Factor (&a)[of_a], Load load) {
-    if constexpr (kIn == 1)
+    if constexpr (kInputParts == 1)
       multiply<of_b>(c, a, load);
     else
       add_product<of_b>(c, a, load);
@@ -380,7 +380,7 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
     Base::put_starts(all, starts);
   }
   // The numbers of the keys from `column` on, by so many threads.
-  FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const Tokens& to, int column, int thread,
+  FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const SharedTokens& to, int column, int thread,
                                int threads) const {
     const auto bring_vectors = [&](const Brought& from, const char* start, const auto& vectors) {
       vectors.typed([&](const auto& target) {
@@ -397,7 +397,7 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
   }
 
   FWP_DEVICE Scalars ask(const char* const* starts, const char* documents, int64_t n, int t) const {
-    return Base::ask(starts[3], kIn == 1 || by_key ? nullptr : starts[2], documents, n, t);
+    return Base::ask(starts[3], kInputParts == 1 || by_key ? nullptr : starts[2], documents, n, t);
   }
   // By one warp.
   template <typename To>
@@ -409,23 +409,23 @@ struct ChunkKeyPass : ChunkPass<kRows, erases_of(kRule) != Erases::kNothing, tru
 };
 
 // A pass with a block for each chunk, for any Dk: a warp has 16 numbers of the keys, in shared memory of its own.
-template <Rule kRule, int kIn>
-struct ChunkKeyParallel : ChunkKeyPass<kBlock, kRule, kIn, 1> {
-  using Pass = ChunkKeyPass<kBlock, kRule, kIn, 1>;
+template <Rule kRule, int kInputParts>
+struct ChunkKeyParallel : ChunkKeyPass<kBlock, kRule, kInputParts, 1> {
+  using Base = ChunkKeyPass<kBlock, kRule, kInputParts, 1>;
 
-  struct OfWarp : Pass::Tokens {
-    FWP_BOTH OfWarp(Carver& carver, const ChunkKeyParallel& pass) : Pass::Tokens(pass.take_tokens(carver)) {}
+  struct WarpTokens : Base::SharedTokens {
+    FWP_BOTH WarpTokens(Carver& carver, const ChunkKeyParallel& pass) : Base::SharedTokens(pass.take_tokens(carver)) {}
   };
-  using Tokens = Copies<OfWarp, ChunkKeyParallel>;
+  using TokensOfWarps = Copies<WarpTokens, ChunkKeyParallel>;
 
-  FWP_DEVICE Scalars load_tokens(const char* const* starts, const char* documents, int64_t n, const OfWarp& to) const {
+  FWP_DEVICE Scalars load_tokens(const char* const* starts, const char* documents, int64_t n, const WarpTokens& to) const {
     this->bring_tokens(starts, n, to, this->own_column(), lane(), kWarp);
     const Scalars scalars = this->ask(starts, documents, n, lane());
     this->put_scalars(scalars, to);
     return scalars;
   }
   template <typename Vectors>
-  FWP_DEVICE void store_vectors(const Output& to, int64_t n, const Vectors& from) const {
+  FWP_DEVICE void store_vectors(const OutputArray& to, int64_t n, const Vectors& from) const {
     from.typed([&](const auto& source) {
       this->store_tokens(to, n, source, 0, kBlock, this->own_column(), this->size.rows, lane(), kWarp);
     });

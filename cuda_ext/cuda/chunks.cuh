@@ -26,16 +26,16 @@ constexpr int kChunkWarps = 8;  // of columns in a block, at most
 constexpr int kLogMostThreads = 10;
 template <int kRows>
 constexpr int kMostTeams = kRows <= 64 ? 4 : 1;  // more rows fill the registers, and a state the shared memory
-constexpr int kExact = 3;       // parts that hold all digits of float32
-constexpr int kOfTokens = 2;    // parts of products of two tokens that do not affect a state
+constexpr int kExactParts = 3;       // parts that hold all digits of float32
+constexpr int kTokenParts = 2;    // parts of products of two tokens that do not affect a state
 
 // An input, and whether it can be copied 16 bytes at a time.
-struct Brought : Input {
+struct Brought : InputArray {
   bool by_pieces = false;
 
   Brought() = default;
-  Brought(const Input& from, int64_t width)
-      : Input(from), by_pieces(in_pieces(from.data, from.type, width, from.batch, from.head, from.token)) {}
+  Brought(const InputArray& from, int64_t width)
+      : InputArray(from), by_pieces(in_pieces(from.data, from.type, width, from.batch, from.head, from.token)) {}
 };
 
 // Divides numbers below 2^31 by a positive number with a multiplication, because a division takes about 80 cycles. `factor` is 2^k /
@@ -106,14 +106,14 @@ FWP_DEVICE int column_of_block(int b) { return b == 1 ? kBlock : 0; }
 struct Scores {
   static constexpr int kLine = kBlock + 4;                   // of `diagonal`: a multiple of 16 bytes
   static constexpr int kDiagonal = kBlock * kLine + kBlock;  // the second block in other banks
-  Shared read[kExact], erase[kExact];                        // P; -A, with the result of invert() on the diagonal
+  Shared read[kExactParts], erase[kExactParts];                        // P; -A, with the result of invert() on the diagonal
   float* diagonal;
 
   // The parts of each. All parts of -A are also those of an inverse.
   FWP_BOTH Scores(Carver& carver, int of_read, int of_erase) {
     for (int n = 0; n < of_read; ++n) read[n] = carver.matrix(kChunkTokens, kChunkTokens);
     for (int n = 0; n < of_erase; ++n) erase[n] = carver.matrix(kChunkTokens, kChunkTokens);
-    diagonal = carver.take<float>(of_erase == kExact ? kChunkBlocks * kDiagonal : 0);
+    diagonal = carver.take<float>(of_erase == kExactParts ? kChunkBlocks * kDiagonal : 0);
   }
 
   template <int parts>
@@ -166,17 +166,17 @@ struct Scalars {
 // Numbers in the matrices of a segment: see ChunkSegments.
 FWP_BOTH constexpr int64_t of_segment(const ScanSize& size) { return int64_t(size.columns + size.rows) * size.rows; }
 
-// kRows: a multiple of 16, at least Dk. kErases: whether the rule erases what the key retrieves. kFades: whether there is a
-// decay by head. kMost: teams, at most.
-template <int kRows, bool kErases, bool kFades, int kMost = kMostTeams<kRows>>
+// kRows: a multiple of 16, at least Dk. kSolves: whether the rule erases, so that E is solved for. kDecays: whether there are
+// decays. kTeamLimit: teams, at most.
+template <int kRows, bool kSolves, bool kDecays, int kTeamLimit = kMostTeams<kRows>>
 struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
-  static constexpr bool kRates = kErases || kFades;
+  static constexpr bool kRates = kSolves || kDecays;
   static constexpr int kMostWarps = kChunkWarps;
-  static constexpr int kMostTeams = kMost, kMostThreads = kChunkWarps * kWarp;  // of a block
-  static constexpr bool kAligned = kFades && !kErases;  // writes are split by split_rows: nothing corrects their errors
+  static constexpr int kMostTeams = kTeamLimit, kMostThreads = kChunkWarps * kWarp;  // of a block
+  static constexpr bool kAligned = kDecays && !kSolves;  // writes are split by split_rows: nothing corrects their errors
   static constexpr bool kHasSegments = true;
-  static constexpr int kParts = kRates ? kExact : 1;  // of a write: values of the sum rule are exact in one
+  static constexpr int kWriteParts = kRates ? kExactParts : 1;  // of a write: values of the sum rule are exact in one
 
   ScanSize size;
   int warps;         // of columns: a power of two
@@ -187,9 +187,9 @@ struct ChunkPass {
   Brought query, key, rate, decay;
 
   FWP_BOTH int block_columns() const { return warps * kBlock; }
-  FWP_DEVICE int team() const { return kMost > 1 ? int(threadIdx.x) >> log_team : 0; }
+  FWP_DEVICE int team() const { return kTeamLimit > 1 ? int(threadIdx.x) >> log_team : 0; }
   // In its team, as is the warp.
-  FWP_DEVICE int thread() const { return kMost > 1 ? int(threadIdx.x) & ((1 << log_team) - 1) : int(threadIdx.x); }
+  FWP_DEVICE int thread() const { return kTeamLimit > 1 ? int(threadIdx.x) & ((1 << log_team) - 1) : int(threadIdx.x); }
   FWP_DEVICE int warp() const { return thread() / kWarp; }
   FWP_DEVICE unsigned sequence() const { return blockIdx.x / slabs; }  // a segment of a head
   FWP_DEVICE int64_t head() const { return sequence() >> log_segments; }
@@ -272,8 +272,8 @@ struct ChunkPass {
     if (!asked.there) return asked;
     const int64_t token = n * kChunkTokens + t;
     if constexpr (kRates) asked.rate = raw(rate, rates, token);
-    if (kFades && decays) asked.decay = raw(decay, decays, token);
-    if (kFades && documents) asked.begins = in_global_memory(documents)[token];
+    if (kDecays && decays) asked.decay = raw(decay, decays, token);
+    if (kDecays && documents) asked.begins = in_global_memory(documents)[token];
     return asked;
   }
   FWP_DEVICE static uint32_t raw(const Brought& from, const char* start, int64_t token) {
@@ -308,7 +308,7 @@ struct ChunkPass {
   FWP_DEVICE void put_scalars(const Scalars& asked, const Stage& to) const {
     if (!kRates || warp() > 0) return;
     to.rate[lane()] = number_of(rate.type, asked.rate);
-    if constexpr (kFades) to.decays.put(!asked.there ? 1 : asked.begins ? 0 : number_of(decay.type, asked.decay));
+    if constexpr (kDecays) to.decays.put(!asked.there ? 1 : asked.begins ? 0 : number_of(decay.type, asked.decay));
   }
 
   // read = rows of `query` from `row` on times rows of `other` from `column` on. The same with `key` for `erase`, if the rule
@@ -325,7 +325,7 @@ struct ChunkPass {
         query.left(row, i, left);
         multiply(read, left, right);
       }
-      if constexpr (kErases) {
+      if constexpr (kSolves) {
         key.left(row, i, left);
         multiply(erase, left, right);
       }
@@ -348,15 +348,15 @@ struct ChunkPass {
           Scores::put<of_read>(to.read, row + t, column + s, x, y);
         });
       }
-      if constexpr (kErases) fade_scores(decays, row, column, erase);
-      if constexpr (kErases)
+      if constexpr (kSolves) fade_scores(decays, row, column, erase);
+      if constexpr (kSolves)
         for_pairs(erase, [&](int t, int s, float x, float y) {
-          if (!diagonal) return Scores::put<kExact>(to.erase, row + t, column + s, -x, -y);
+          if (!diagonal) return Scores::put<kExactParts>(to.erase, row + t, column + s, -x, -y);
           float* const at = to.diagonal + b * Scores::kDiagonal + t * Scores::kLine + s;
           at[0] = scaled(row + t, row + s, x), at[1] = scaled(row + t, row + s + 1, y);
         });
     }
-    if constexpr (kErases) {
+    if constexpr (kSolves) {
       __syncwarp();
       const int b = lane() / kBlock;
       if (b % warps == warp()) invert(to, b, lane() % kBlock);
@@ -365,13 +365,13 @@ struct ChunkPass {
 
   // Multiply by F, for tokens from `row` and from `column` on. Above the diagonal the factor is one.
   FWP_DEVICE static void fade_scores(const Decays& decays, int row, int column, Product& x) {
-    if constexpr (kFades)
+    if constexpr (kDecays)
       for_elements(x, [&](int t, int s, float& score) { score *= decays.between(column + s, row + t); });
   }
   // Multiply the column of each token, from `first` on, by fades(token).
   template <typename Of>
   FWP_DEVICE static void fade_columns(int first, Product& x, Of fades) {
-    if constexpr (kFades) for_elements(x, [&](int, int s, float& number) { number *= fades(first + s); });
+    if constexpr (kDecays) for_elements(x, [&](int, int s, float& number) { number *= fades(first + s); });
   }
 
   // Column c of the inverse of 1 + block b of the diagonal, but without the identity, which is added exactly. Only the part of
@@ -389,14 +389,14 @@ struct ChunkPass {
       }
     }
     FWP_UNROLL for (int t = 0; t < kBlock; ++t) {  // after the last load: no load waits for a store
-      for_parts<kExact>(t == c ? 0.f : x[t], [&](int n, Bfloat16 part) {
+      for_parts<kExactParts>(t == c ? 0.f : x[t], [&](int n, Bfloat16 part) {
         *scores.erase[n].at(b * kBlock + t, b * kBlock + c) = part;
       });
     }
   }
 
   template <int blocks>
-  FWP_DEVICE static void split_writes(const Product (&x)[blocks], Factor (&to)[blocks][kExact]) {
+  FWP_DEVICE static void split_writes(const Product (&x)[blocks], Factor (&to)[blocks][kExactParts]) {
     if constexpr (kAligned)
       split_rows(x, to);
     else
@@ -476,7 +476,8 @@ struct ChunkPass {
 
   // Stores the transposed results of this warp's columns. They go through shared memory that only this warp uses.
   template <typename Through>
-  FWP_DEVICE void store_results(const Output& to, int64_t n, Product (&results)[kChunkBlocks], const Through& through) const {
+  FWP_DEVICE void store_results(const OutputArray& to, int64_t n, Product (&results)[kChunkBlocks],
+                                const Through& through) const {
     __syncwarp();
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
       for_elements(results[t], [&](int j, int s, float x) { through.put(t * kBlock + s, own_column() + j, x); });
@@ -485,7 +486,7 @@ struct ChunkPass {
   }
 
   // Stores one number per token: the sum of those of all warps, (warps, 32). The first warp does it.
-  FWP_DEVICE void store_sums(const Output& to, int64_t n, const float* parts, bool is_zero = false) const {
+  FWP_DEVICE void store_sums(const OutputArray& to, int64_t n, const float* parts, bool is_zero = false) const {
     if (warp() > 0) return;
     float sum = 0;
     FWP_UNROLL_BY(1) for (int w = 0; w < warps; ++w) sum += parts[w * kChunkTokens + lane()];
@@ -495,7 +496,7 @@ struct ChunkPass {
   // Stores `width` numbers of each token of chunk n from shared memory, 16 bytes at a time if possible: from `column` of `from`,
   // to `at` of `limit` numbers per token. This thread takes pieces `thread`, `thread` + `threads`, ...
   template <typename From>
-  FWP_DEVICE void store_tokens(const Output& to, int64_t n, const From& from, int column, int width, int at, int limit,
+  FWP_DEVICE void store_tokens(const OutputArray& to, int64_t n, const From& from, int column, int width, int at, int limit,
                                int thread, int threads) const {
     if (!to.data) return;
     using T = typename From::Number;
@@ -521,7 +522,7 @@ struct ChunkPass {
     }
   }
   // Stores one number per token, held by lane t of the first warp.
-  FWP_DEVICE void store_scalar(const Output& to, int64_t n, float x) const {
+  FWP_DEVICE void store_scalar(const OutputArray& to, int64_t n, float x) const {
     const int t = thread();
     if (!to.data || t >= count(n)) return;
     with_element<float>(to.type, [&](auto* number) {

@@ -20,7 +20,7 @@ const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
   return with_rule(call.rule, [&](auto rule) { return Passes<rule()>::forward(call, in, to); });
 }
 
-const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+const char* backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to) {
   return with_rule(call.rule, [&](auto rule) { return Passes<rule()>::backward(call, in, more, to); });
 }
 

@@ -77,16 +77,16 @@ void set_all_columns(Pass& pass) {
   pass.slabs = 1;
   pass.warps = at_least_power_of_two((int64_t(pass.size.columns) + kBlock - 1) / kBlock, kChunkWarps);
 }
-template <int kRows, bool kErases, bool kFades>
-ChunkBackward<kRows, kErases, kFades> sized_backward(const ScanSize& size) {
-  ChunkBackward<kRows, kErases, kFades> pass{};
+template <int kRows, bool kErasesKey, bool kDecays>
+ChunkBackward<kRows, kErasesKey, kDecays> sized_backward(const ScanSize& size) {
+  ChunkBackward<kRows, kErasesKey, kDecays> pass{};
   set_size(pass, size);
   set_all_columns(pass);
   return pass;
 }
-template <int kRows, bool kErases, bool kFades>
-ChunkGradients<kRows, kErases, kFades> sized_gradients(const ScanSize& size) {
-  ChunkGradients<kRows, kErases, kFades> pass{};
+template <int kRows, bool kErasesKey, bool kDecays>
+ChunkGradients<kRows, kErasesKey, kDecays> sized_gradients(const ScanSize& size) {
+  ChunkGradients<kRows, kErasesKey, kDecays> pass{};
   pass.size = size;
   set_all_columns(pass);
   pass.slabs = int(pass.chunks());  // a block for each chunk
@@ -99,12 +99,12 @@ ChunkGradients<kRows, kErases, kFades> sized_gradients(const ScanSize& size) {
 inline bool choose_chunks_backward(const ScanSize& size) {
   return choose_chunks(size) && size.columns <= kChunkWarps * kBlock;
 }
-template <bool kErases, bool kFades>
+template <bool kErasesKey, bool kDecays>
 bool choose_chunks_backward(const ScanSize& size, const Gpu& gpu) {
   return choose_chunks_backward(size) && with_rows(size.rows, [&](auto rows) {
            constexpr int kRows = decltype(rows)::value;
-           const size_t bytes = chunk_bytes(sized_backward<kRows, kErases, kFades>(size));
-           return std::max(bytes, chunk_bytes(sized_gradients<kRows, kErases, kFades>(size))) <= gpu.shared_bytes;
+           const size_t bytes = chunk_bytes(sized_backward<kRows, kErasesKey, kDecays>(size));
+           return std::max(bytes, chunk_bytes(sized_gradients<kRows, kErasesKey, kDecays>(size))) <= gpu.shared_bytes;
          });
 }
 
@@ -120,29 +120,29 @@ float* take_segments(const Pass& pass, DeviceMemory& memory) {
 }
 
 // Device memory of the backward pass.
-template <int kRows, bool kErases, bool kFades>
+template <int kRows, bool kErasesKey, bool kDecays>
 struct BackwardMemory {
-  using Gradients = StateGradients<kRows, kFades>;
+  using Gradients = StateGradients<kRows, kDecays>;
   float* segments;
   Bfloat16* states;  // before each chunk, of a rule without decays
   decltype(Gradients::data) gradients;
   size_t bytes;
 
   BackwardMemory(const ScanSize& size, void* workspace) {
-    const auto pass = sized_backward<kRows, kErases, kFades>(size);
+    const auto pass = sized_backward<kRows, kErasesKey, kDecays>(size);
     const int64_t numbers = size.heads * pass.chunks() * pass.block_columns() * kRows;
     DeviceMemory memory{static_cast<char*>(workspace)};
     segments = take_segments(pass, memory);
-    states = memory.take<Bfloat16>(kFades ? 0 : numbers);
+    states = memory.take<Bfloat16>(kDecays ? 0 : numbers);
     gradients = memory.take<std::remove_pointer_t<decltype(gradients)>>(numbers);
     bytes = size_t(memory.next) - size_t(workspace);
   }
 };
-template <bool kErases, bool kFades>
+template <bool kErasesKey, bool kDecays>
 size_t chunk_workspace(const Call& call) {
   const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) {
-    return BackwardMemory<decltype(rows)::value, kErases, kFades>(size, nullptr).bytes;
+    return BackwardMemory<decltype(rows)::value, kErasesKey, kDecays>(size, nullptr).bytes;
   });
 }
 
@@ -159,7 +159,7 @@ const char* find_initial(Pass ends, ChunkSegments through, Matrices<const float>
   return launch_segments(through, gpu, stream);
 }
 
-template <bool kErases, bool kFades>
+template <bool kErasesKey, bool kDecays>
 const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
   const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) -> const char* {
@@ -169,7 +169,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to,
       pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {in.v, size.columns};
       pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1};
     };
-    ChunkForward<kRows, kErases, kFades> pass{};
+    ChunkForward<kRows, kErasesKey, kDecays> pass{};
     fill(pass);
     set_columns(pass, size.columns, gpu);
     set_teams(pass, gpu);
@@ -178,7 +178,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to,
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     if (pass.log_segments > 0) {
       float* const segments = static_cast<float*>(to.segments);
-      ChunkForward<kRows, kErases, kFades> ends{};
+      ChunkForward<kRows, kErasesKey, kDecays> ends{};
       fill(ends);
       set_columns(ends, pass.kRates ? ends.ends_columns() : size.columns, gpu);
       set_teams(ends, gpu);
@@ -191,43 +191,43 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to,
 }
 
 // A result with one vector of Dv per token, as an input.
-inline Tokens contiguous_tokens(const Target& x, const Sizes& size) {
+inline InputArray contiguous_tokens(const OutputArray& x, const Sizes& size) {
   return {x.data, size.H * size.L * size.Dv, size.L * size.Dv, size.Dv, x.type};
 }
 
-template <bool kErases, bool kFades>
-const char* chunk_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
+template <bool kErasesKey, bool kDecays>
+const char* chunk_backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to,
                            const Gpu& gpu) {
   const ScanSize size = scan_size(call);
   return with_rows(size.rows, [&](auto rows) -> const char* {
     constexpr int kRows = decltype(rows)::value;
-    const Tokens& value = kErases ? more.retrieved : in.v;
+    const InputArray& value = kErasesKey ? more.retrieved : in.v;
     const auto fill = [&](auto& pass) {
       pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {value, size.columns};
       pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1}, pass.d_out = {more.d_out, size.columns};
     };
-    auto pass = sized_backward<kRows, kErases, kFades>(size);
+    auto pass = sized_backward<kRows, kErasesKey, kDecays>(size);
     fill(pass);
     set_teams(pass, gpu);
-    const BackwardMemory<kRows, kErases, kFades> memory(size, call.workspace);
+    const BackwardMemory<kRows, kErasesKey, kDecays> memory(size, call.workspace);
     float* const segments = memory.segments;
     pass.d_final = matrices<float>(more.d_state, call.size), pass.d_initial = static_cast<float*>(to.state);
     pass.d_v = to.v, pass.d_rate = to.rate;
     pass.gradients = {memory.gradients, pass.block_columns()};
     const bool in_segments = pass.log_segments > 0;
-    const auto make_states = [&](const Tokens& key, const Tokens& written, int columns) {
-      ChunkForward<kRows, kErases, kFades> states{};
+    const auto make_states = [&](const InputArray& key, const InputArray& written, int columns) {
+      ChunkForward<kRows, kErasesKey, kDecays> states{};
       set_size(states, size);
       set_columns(states, columns, gpu);
       set_teams(states, gpu);
       states.key = {key, size.rows}, states.value = {written, size.columns}, states.rate = {in.rate, 1};
       return states;
     };
-    auto of_keys = sized_gradients<kRows, kErases, kFades>(size);
+    auto of_keys = sized_gradients<kRows, kErasesKey, kDecays>(size);
     fill(of_keys);
     of_keys.d = {contiguous_tokens(to.v, call.size), size.columns}, of_keys.gradients = pass.gradients;
     of_keys.d_q = to.q, of_keys.d_k = to.k, of_keys.d_decay = to.head_decay;
-    if constexpr (kFades) {
+    if constexpr (kDecays) {
       of_keys.initial = static_cast<const float*>(in.state), of_keys.kept = static_cast<const float*>(more.kept);
     } else {
       auto before = make_states(in.k, value, pass.block_columns());
@@ -239,7 +239,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
       const float* const of_forward = static_cast<const float*>(more.segments);
       const char* error;
       if constexpr (pass.kRates) {
-        ChunkBackward<kRows, kErases, kFades> ends{};
+        ChunkBackward<kRows, kErasesKey, kDecays> ends{};
         set_size(ends, size);
         fill(ends);
         set_columns(ends, size.columns, gpu);
@@ -258,19 +258,10 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
 
 // Decays by key; in float32 and float16, all rules.
 
-// The rule with decays by key that has this one as a case.
-constexpr Rule with_decays_by_key(Rule rule) {
-  switch (rule) {
-    case Rule::sum: case Rule::gated: return Rule::gated_by_key;
-    case Rule::delta: case Rule::gated_delta: return Rule::gated_delta_by_key;
-    default: return rule;
-  }
-}
-
 // Calls f with the number of parts that hold an input of this type, a constant.
 template <typename F>
 auto with_parts(Type type, F f) {
-  return type == Type::bfloat16 ? f(std::integral_constant<int, 1>{}) : f(std::integral_constant<int, kExact>{});
+  return type == Type::bfloat16 ? f(std::integral_constant<int, 1>{}) : f(std::integral_constant<int, kExactParts>{});
 }
 
 template <typename Pass>
@@ -294,7 +285,7 @@ Pass make_of_chunks(const ScanSize& size, const Inputs& in) {
 
 // A pass from chunk to chunk, with its scores.
 template <typename Pass>
-Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value, const Bfloat16* scores, int columns,
+Pass make_key_states(const ScanSize& size, const Inputs& in, const InputArray& value, const Bfloat16* scores, int columns,
                      const Gpu& gpu) {
   Pass pass{};
   set_keys(pass, size, in);
@@ -305,7 +296,7 @@ Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value
 }
 
 // Where values fade, the values and their decays as keys: dO reads and V writes with z.
-inline Inputs values_as_keys(const Inputs& in, const Tokens& d_out) {
+inline Inputs values_as_keys(const Inputs& in, const InputArray& d_out) {
   Inputs swapped = in;
   swapped.q = d_out, swapped.k = in.v, swapped.v = in.k;
   swapped.key_decay = in.value_decay, swapped.value_decay = in.key_decay;
@@ -317,9 +308,9 @@ inline ScanSize values_as_keys(ScanSize size) {
 }
 
 // Device memory in bytes, and its parts.
-template <Rule kRule, int kIn>
+template <Rule kRule, int kInputParts>
 struct KeyMemory {
-  using Pass = ChunkKeyParallel<kRule, kIn>;
+  using Pass = ChunkKeyParallel<kRule, kInputParts>;
   float* segments;
   Bfloat16 *scores, *d_scores;  // d_scores: where values fade
   void* d_removed;              // D of a removal, in the type of the values
@@ -335,7 +326,7 @@ struct KeyMemory {
     DeviceMemory memory{static_cast<char*>(call.workspace)};
     segments = is_backward ? take_segments(pass, memory) : nullptr;
     scores = memory.take<Bfloat16>(chunks * Pass::kScoreMatrices * kMatrix);
-    d_scores = memory.take<Bfloat16>(is_backward && Pass::kFadesValues ? chunks * Pass::kOfResults * kMatrix : 0);
+    d_scores = memory.take<Bfloat16>(is_backward && Pass::kFadesValues ? chunks * Pass::kResultParts * kMatrix : 0);
     d_removed = memory.take<char>(is_backward && Pass::kRemoves ? values * bytes_of(call.type) : 0);
     kept = memory.take<float>(is_backward && !keeps_states(call.rule) ? chunks * numbers : 0);
     gradients = memory.take<float>(is_backward ? chunks * numbers : 0);
@@ -358,20 +349,20 @@ size_t key_states_bytes(const ScanSize& size, bool ends = false) {
   pass.warps = at_least_power_of_two((int64_t(columns) + kBlock - 1) / kBlock, Pass::kMostWarps);
   return chunk_bytes(pass);
 }
-template <Rule kRule, int kIn>
+template <Rule kRule, int kInputParts>
 size_t key_chunks_bytes(const ScanSize& size) {
-  auto gradients = make_of_chunks<ChunkKeyGradients<kRule, kIn>>(size, {});
-  auto scores = make_of_chunks<ChunkKeyScores<kRule, kIn>>(size, {});
+  auto gradients = make_of_chunks<ChunkKeyGradients<kRule, kInputParts>>(size, {});
+  auto scores = make_of_chunks<ChunkKeyScores<kRule, kInputParts>>(size, {});
   gradients.by_key = scores.by_key = true;
   return std::max(chunk_bytes(scores), chunk_bytes(gradients));
 }
-template <int kRows, Rule kRule, int kIn>
+template <int kRows, Rule kRule, int kInputParts>
 size_t key_bytes(const ScanSize& size) {
-  const size_t most = std::max({key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, false>>(size),
-                                key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, true>>(size),
-                                key_chunks_bytes<kRule, kIn>(size)});
-  if constexpr (!ChunkKeyPass<kRows, kRule, kIn>::kHasSegments) return most;
-  else return std::max(most, key_states_bytes<ChunkKeyStates<kRows, kRule, kIn, false>>(size, true));
+  const size_t most = std::max({key_states_bytes<ChunkKeyStates<kRows, kRule, kInputParts, false>>(size),
+                                key_states_bytes<ChunkKeyStates<kRows, kRule, kInputParts, true>>(size),
+                                key_chunks_bytes<kRule, kInputParts>(size)});
+  if constexpr (!ChunkKeyPass<kRows, kRule, kInputParts>::kHasSegments) return most;
+  else return std::max(most, key_states_bytes<ChunkKeyStates<kRows, kRule, kInputParts, false>>(size, true));
 }
 
 template <Rule kRule>
@@ -379,29 +370,29 @@ bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
   constexpr bool kFadesValues = fades_of(kRule) == Fades::kKeyAndValue;
   if (!choose_chunks(size) || type == Type::float64 || (kFadesValues && size.columns > kMostRowsForChunks)) return false;
   return with_parts(type, [&](auto in) {
-    constexpr int kIn = decltype(in)::value;
-    size_t most = with_rows(size.rows, [&](auto rows) { return key_bytes<decltype(rows)::value, kRule, kIn>(size); });
-    if (kFadesValues) most = std::max(most, key_chunks_bytes<kRule, kIn>(values_as_keys(size)));
+    constexpr int kInputParts = decltype(in)::value;
+    size_t most = with_rows(size.rows, [&](auto rows) { return key_bytes<decltype(rows)::value, kRule, kInputParts>(size); });
+    if (kFadesValues) most = std::max(most, key_chunks_bytes<kRule, kInputParts>(values_as_keys(size)));
     return most <= gpu.shared_bytes;
   });
 }
 
-template <Rule kRule, int kIn>
+template <Rule kRule, int kInputParts>
 const char* run_key_scores(const ScanSize& size, const Inputs& in, Bfloat16* to, const Gpu& gpu, void* stream) {
-  auto pass = make_of_chunks<ChunkKeyScores<kRule, kIn>>(size, in);
+  auto pass = make_of_chunks<ChunkKeyScores<kRule, kInputParts>>(size, in);
   pass.scores = to;
   return launch_chunks(pass, gpu, stream);
 }
 
 // Compute the scores, then run the pass from chunk to chunk.
-template <int kRows, Rule kRule, int kIn, bool kReverse>
-const char* run_key_states(ChunkKeyStates<kRows, kRule, kIn, kReverse>& pass, const ScanSize& size, const Inputs& in,
-                           const Tokens& value, const KeyMemory<kRule, kIn>& memory, float* segments,
+template <int kRows, Rule kRule, int kInputParts, bool kReverse>
+const char* run_key_states(ChunkKeyStates<kRows, kRule, kInputParts, kReverse>& pass, const ScanSize& size, const Inputs& in,
+                           const InputArray& value, const KeyMemory<kRule, kInputParts>& memory, float* segments,
                            const float* of_forward, const Gpu& gpu, void* stream) {
-  if (const char* error = run_key_scores<kRule, kIn>(size, in, memory.scores, gpu, stream)) return error;
+  if (const char* error = run_key_scores<kRule, kInputParts>(size, in, memory.scores, gpu, stream)) return error;
   if constexpr (pass.kHasSegments)
     if (pass.log_segments > 0) {
-      using Pass = ChunkKeyStates<kRows, kRule, kIn, kReverse>;
+      using Pass = ChunkKeyStates<kRows, kRule, kInputParts, kReverse>;
       const int columns = kReverse ? size.columns : pass.ends_columns();
       const auto ends = make_key_states<Pass>(size, in, value, memory.scores, columns, gpu);
       const Transition transition = pass.kSolves ? Transition::matrix : Transition::rows;
@@ -411,26 +402,14 @@ const char* run_key_states(ChunkKeyStates<kRows, kRule, kIn, kReverse>& pass, co
   return launch_chunks(pass, gpu, stream);
 }
 
-template <int kRows, Rule kRule, int kIn>
-const char* forward_by_key(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
-  const ScanSize size = scan_size(call);
-  const KeyMemory<kRule, kIn> memory(call, false);
-  auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kIn, false>>(size, in, in.v, memory.scores, size.columns, gpu);
-  pass.initial = matrices<float>(in.state, call.size);
-  pass.final = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
-  pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
-  float* const segments = static_cast<float*>(to.segments);
-  return run_key_states(pass, size, in, in.v, memory, segments, segments, gpu, call.stream);
-}
-
 // Compute the states after each chunk again, from what was written, in float32 or float16: with the kernels of gated_by_key.
-const char* keep_states(const Call& call, const Inputs& in, const Tokens& written, float* kept, const Gpu& gpu);
+const char* keep_states(const Call& call, const Inputs& in, const InputArray& written, float* kept, const Gpu& gpu);
 
 // The gradients of all chunks, with states whose rows and columns are so many numbers apart.
-template <Rule kRule, int kIn>
-ChunkKeyGradients<kRule, kIn> make_key_gradients(const ScanSize& size, const Inputs& in, const Tokens& d_out,
-                                                        const float* kept, const float* gradients, int row, int column) {
-  auto pass = make_of_chunks<ChunkKeyGradients<kRule, kIn>>(size, in);
+template <Rule kRule, int kInputParts>
+ChunkKeyGradients<kRule, kInputParts> make_key_gradients(const ScanSize& size, const Inputs& in, const InputArray& d_out,
+                                                         const float* kept, const float* gradients, int row, int column) {
+  auto pass = make_of_chunks<ChunkKeyGradients<kRule, kInputParts>>(size, in);
   pass.value = {in.v, size.columns}, pass.d_out = {d_out, size.columns};
   pass.value_decay = {in.value_decay, size.columns};
   pass.initial = static_cast<const float*>(in.state), pass.kept = kept;
@@ -440,65 +419,73 @@ ChunkKeyGradients<kRule, kIn> make_key_gradients(const ScanSize& size, const Inp
   return pass;
 }
 
-template <int kRows, Rule kRule, int kIn>
-const char* backward_by_key(const Call& call, const Inputs& in, const Backward& more, const Gradients& to, const Gpu& gpu) {
-  const ScanSize size = scan_size(call);
-  const KeyMemory<kRule, kIn> memory(call, true);
-  Tokens d_out = more.d_out;
-  d_out.type = call.type;  // also of absent ones: results go through their place
-  auto pass = make_key_states<ChunkKeyStates<kRows, kRule, kIn, true>>(size, in, d_out, memory.scores, size.columns, gpu);
-  pass.initial = matrices<float>(more.d_state, call.size);
-  pass.final = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
-  const Target d_removed{pass.kRemoves ? memory.d_removed : to.v.data, call.type};
-  pass.d_removed = d_removed;
-  const float* kept = static_cast<const float*>(more.kept);
-  if constexpr (kIn > 1 && kRule != Rule::decay && kRule != Rule::removal)
-    if (!keeps_states(call.rule)) {
-      const Tokens& written = pass.kErases ? more.retrieved : in.v;
-      if (const char* error = keep_states(call, in, written, memory.kept, gpu)) return error;
-      kept = memory.kept;
-    }
-  const float* const of_forward = static_cast<const float*>(more.segments);
-  if (const char* error = run_key_states(pass, size, in, d_out, memory, memory.segments, of_forward, gpu, call.stream))
-    return error;
-  auto of_k = make_key_gradients<kRule, kIn>(size, in, d_out, kept, memory.gradients, size.columns, 1);
-  of_k.removed = {more.retrieved, size.columns};
-  of_k.d_removed = {contiguous_tokens(d_removed, call.size), size.columns};
-  of_k.d_q = to.q, of_k.d_k = to.k, of_k.d_rate = to.rate;
-  of_k.d_decay = in.key_decay.data ? to.key_decay : to.head_decay;
-  of_k.d_removal_key = to.removal_key, of_k.d_removal = to.removal;
-  of_k.d_scores = memory.d_scores;
-  if constexpr (pass.kFadesValues) {
-    const Inputs swapped = values_as_keys(in, d_out);
-    const ScanSize of_values = values_as_keys(size);
-    if (const char* error = run_key_scores<kRule, kIn>(of_values, swapped, memory.d_scores, gpu, call.stream)) return error;
-    auto of_v = make_key_gradients<kRule, kIn>(of_values, swapped, in.q, kept, memory.gradients, 1, size.columns);
-    of_v.d_scores = memory.scores, of_v.d_k = to.v, of_v.d_decay = to.value_decay;
-    if (const char* error = launch_chunks(of_v, gpu, call.stream)) return error;
-  }
-  return launch_chunks(of_k, gpu, call.stream);
-}
-
 // The passes of a rule, and of those that are cases of it.
 template <Rule kRule>
 struct ChunksByKey {
   static const char* forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu);
-  static const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to, const Gpu& gpu);
+  static const char* backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to,
+                              const Gpu& gpu);
 };
 template <Rule kRule>
 const char* ChunksByKey<kRule>::forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
+  const ScanSize size = scan_size(call);
   return with_parts(call.type, [&](auto parts) {
-    return with_rows(call.size.Dk, [&](auto rows) {
-      return forward_by_key<decltype(rows)::value, kRule, decltype(parts)::value>(call, in, to, gpu);
+    return with_rows(size.rows, [&](auto rows) -> const char* {
+      constexpr int kRows = decltype(rows)::value, kInputParts = decltype(parts)::value;
+      const KeyMemory<kRule, kInputParts> memory(call, false);
+      using Pass = ChunkKeyStates<kRows, kRule, kInputParts, false>;
+      auto pass = make_key_states<Pass>(size, in, in.v, memory.scores, size.columns, gpu);
+      pass.initial = matrices<float>(in.state, call.size);
+      pass.final = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
+      pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
+      float* const segments = static_cast<float*>(to.segments);
+      return run_key_states(pass, size, in, in.v, memory, segments, segments, gpu, call.stream);
     });
   });
 }
 template <Rule kRule>
-const char* ChunksByKey<kRule>::backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
+const char* ChunksByKey<kRule>::backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to,
                                          const Gpu& gpu) {
+  const ScanSize size = scan_size(call);
   return with_parts(call.type, [&](auto parts) {
-    return with_rows(call.size.Dk, [&](auto rows) {
-      return backward_by_key<decltype(rows)::value, kRule, decltype(parts)::value>(call, in, more, to, gpu);
+    return with_rows(size.rows, [&](auto rows) -> const char* {
+      constexpr int kRows = decltype(rows)::value, kInputParts = decltype(parts)::value;
+      const KeyMemory<kRule, kInputParts> memory(call, true);
+      InputArray d_out = more.d_out;
+      d_out.type = call.type;  // also of absent ones: results go through their place
+      using Pass = ChunkKeyStates<kRows, kRule, kInputParts, true>;
+      auto pass = make_key_states<Pass>(size, in, d_out, memory.scores, size.columns, gpu);
+      pass.initial = matrices<float>(more.d_state, call.size);
+      pass.final = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
+      const OutputArray d_removed{pass.kRemoves ? memory.d_removed : to.v.data, call.type};
+      pass.d_removed = d_removed;
+      const float* kept = static_cast<const float*>(more.kept);
+      if constexpr (kInputParts > 1 && kRule != Rule::decay && kRule != Rule::removal)
+        if (!keeps_states(call.rule)) {
+          const InputArray& written = pass.kErasesKey ? more.retrieved : in.v;
+          if (const char* error = keep_states(call, in, written, memory.kept, gpu)) return error;
+          kept = memory.kept;
+        }
+      const float* const of_forward = static_cast<const float*>(more.segments);
+      if (const char* error = run_key_states(pass, size, in, d_out, memory, memory.segments, of_forward, gpu, call.stream))
+        return error;
+      auto of_k = make_key_gradients<kRule, kInputParts>(size, in, d_out, kept, memory.gradients, size.columns, 1);
+      of_k.removed = {more.retrieved, size.columns};
+      of_k.d_removed = {contiguous_tokens(d_removed, call.size), size.columns};
+      of_k.d_q = to.q, of_k.d_k = to.k, of_k.d_rate = to.rate;
+      of_k.d_decay = in.key_decay.data ? to.key_decay : to.head_decay;
+      of_k.d_removal_key = to.removal_key, of_k.d_removal = to.removal;
+      of_k.d_scores = memory.d_scores;
+      if constexpr (pass.kFadesValues) {
+        const Inputs swapped = values_as_keys(in, d_out);
+        const ScanSize of_values = values_as_keys(size);
+        if (const char* error = run_key_scores<kRule, kInputParts>(of_values, swapped, memory.d_scores, gpu, call.stream))
+          return error;
+        auto of_v = make_key_gradients<kRule, kInputParts>(of_values, swapped, in.q, kept, memory.gradients, 1, size.columns);
+        of_v.d_scores = memory.scores, of_v.d_k = to.v, of_v.d_decay = to.value_decay;
+        if (const char* error = launch_chunks(of_v, gpu, call.stream)) return error;
+      }
+      return launch_chunks(of_k, gpu, call.stream);
     });
   });
 }

@@ -196,7 +196,7 @@ const char* launch_sums(const Sums& sums, void* stream) {
 // Launch the scan, window by window. `to`: its row outputs.
 template <typename Scan, int outputs>
 const char* launch_backward(Scan scan, const BackwardPlan& by, const ScanMemory<Scan>& memory, const Gpu& gpu,
-                            const Target (&to)[outputs], void* stream) {
+                            const OutputArray (&to)[outputs], void* stream) {
   using Real = typename Scan::Number;
   const Matrices<Real> d_initial = scan.d_first;
   SlabSums<Real, outputs> sums{};
@@ -210,7 +210,7 @@ const char* launch_backward(Scan scan, const BackwardPlan& by, const ScanMemory<
     scan.d_first = scan.first > 0 ? carry : d_initial;
     sums.first = scan.first, sums.tokens = scan.end - scan.first;
     for (int n = 0; n < outputs; ++n) {
-      const Output part{to[n].data ? sums.parts[n] : nullptr, sizeof(Real) == 8 ? Type::float64 : Type::float32};
+      const OutputArray part{to[n].data ? sums.parts[n] : nullptr, sizeof(Real) == 8 ? Type::float64 : Type::float32};
       scan.arrays.row_outputs[n] = by.part ? RowSink{part, sums.count(), sums.first, sums.tokens}
                                                  : RowSink{to[n], 0, 0, scan.size.length};
     }

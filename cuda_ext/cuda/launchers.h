@@ -16,7 +16,7 @@ using Sizes = Lengths;
 
 // An input (B, H, L, D), or (B, H, L) for one number per token. Strides are in elements, and may be 0 (expanded tensors); the
 // last dimension D must be contiguous. `data` is null if a rule does not have this input.
-struct Tokens {
+struct InputArray {
   const void* data = nullptr;
   int64_t batch = 0, head = 0, token = 0;
   Type type = Type::float32;
@@ -24,7 +24,7 @@ struct Tokens {
 
 // A contiguous result with one entry per token, (B, H, L, D), or (B, L, H, D) if tokens come first, which only out may have.
 // It is not computed if `data` is null, which out and the gradient of v must not be.
-struct Target {
+struct OutputArray {
   void* data = nullptr;
   Type type = Type::float32;
   bool tokens_first = false;
@@ -42,12 +42,12 @@ struct Call {
 
 // All rules have a rate; sum and delta have no decays. head_decay: gated and gated_delta. key_decay: the other rules with
 // decays, and removal. `state` may be null.
-struct Inputs : TokenTensorsOf<Tokens> {
+struct Inputs : TokenTensorsOf<InputArray> {
   const void* state = nullptr;
 };
 
 struct Outputs {
-  Target out;
+  OutputArray out;
   void* state;
   void* retrieved;  // (B, H, L, Dv): errors of a rule that erases, or what removal_key retrieves
   void* kept;       // (B, H, L / kKeptEvery, Dk, Dv), of rules with decays or removals
@@ -55,12 +55,12 @@ struct Outputs {
 };
 
 // Further inputs of the backward pass: its own, and results of the forward pass. d_out and d_state may be absent.
-struct Backward {
-  Tokens retrieved, d_out;
+struct BackwardInputs {
+  InputArray retrieved, d_out;
   const void *kept = nullptr, *segments = nullptr, *d_state = nullptr;
 };
 
-struct Gradients : TokenTensorsOf<Target> {
+struct Gradients : TokenTensorsOf<OutputArray> {
   void* state = nullptr;  // null: not written
 };
 
@@ -80,7 +80,7 @@ size_t workspace_bytes(const Call& call, bool is_backward);
 // same thread calls again. Results are contiguous, need not be initialized, and must not overlap the inputs. They are
 // bit-identical in every run.
 const char* forward(const Call& call, const Inputs& in, const Outputs& to);
-const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to);
+const char* backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to);
 
 // The same for the recurrent delta rule.
 const char* recurrent_delta(const RecurrentDeltaForward<float>& given, void* stream);

@@ -369,7 +369,7 @@ struct RecurrentBackward {
 template <typename Real, int kOutputs>
 struct SlabSums {
   Real* parts[kOutputs];
-  Output out[kOutputs];
+  OutputArray out[kOutputs];
   int64_t heads, first, tokens, length;
   int slabs, rows;
 
@@ -395,10 +395,10 @@ struct SlabSums {
 template <typename Real>
 struct TokenSums {
   const Real* x;
-  Tokens y;
+  InputArray y;
   int64_t heads_per_batch, length, tokens;
   int width;
-  Output out;
+  OutputArray out;
 
   static constexpr int kTokens = kThreadsPerBlock / kWarp;  // of a block
   int64_t blocks() const { return (tokens + kTokens - 1) / kTokens; }

@@ -13,15 +13,15 @@ constexpr int kRecurrentAhead = 4;               // tokens that are loaded while
 constexpr int64_t kGreatestRecurrentDelta = 64;  // d: GREATEST of fairseq_fwp/ops/recurrent_delta.py
 
 // What both passes share. kSize: d, rounded up to a power of two; what is beyond d is zero.
-template <typename Real, int kSize, int kParts>
+template <typename Real, int kSize, int kTokenVectors>
 struct RecurrentBlock {
   static constexpr int kLanes = 4, kRows = kSize / kLanes, kThreads = kSize * kLanes;
-  static constexpr int kToken = kParts * kSize, kLoaded = kRecurrentAhead * kParts / kLanes;
+  static constexpr int kToken = kTokenVectors * kSize, kLoaded = kRecurrentAhead * kTokenVectors / kLanes;
 
   const RecurrentSizes& size;
   const int d, gates, lane, column;
   const int64_t head, batch, head_of_batch;
-  Real* const tokens;    // kRecurrentAhead of them, of kParts vectors each
+  Real* const tokens;    // kRecurrentAhead of them, of kTokenVectors vectors each
   Real loaded[kLoaded];  // numbers of the tokens to come
 
   FWP_DEVICE explicit RecurrentBlock(const RecurrentSizes& size_)
@@ -41,7 +41,7 @@ struct RecurrentBlock {
     FWP_UNROLL for (int n = 0; n < kLoaded; ++n) {
       const int at = int(threadIdx.x) + n * kThreads, i = at % kSize;
       const int64_t t = first + at / kToken;
-      loaded[n] = t >= 0 && t < size.L && i < d ? number(t, at / kSize % kParts, i) : Real(0);
+      loaded[n] = t >= 0 && t < size.L && i < d ? number(t, at / kSize % kTokenVectors, i) : Real(0);
     }
   }
   FWP_DEVICE void put_tokens() const {
@@ -75,8 +75,8 @@ struct RecurrentBlock {
 
 template <typename Real, int kSize>
 struct RecurrentForwardPass {
-  static constexpr int kParts = 5, kVectors = 5;  // q, k, v and the rate of a token, and z; vectors of the block
-  using Block = RecurrentBlock<Real, kSize, kParts>;
+  static constexpr int kTokenVectors = 5, kBlockVectors = 5;  // q, k, v and the rate of a token, and z; the block's
+  using Block = RecurrentBlock<Real, kSize, kTokenVectors>;
 
   RecurrentDeltaForward<Real> of;
 
@@ -170,8 +170,8 @@ struct RecurrentForwardPass {
 // Its block has column i of G, and row i of W, G and R.
 template <typename Real, int kSize>
 struct RecurrentBackwardPass {
-  static constexpr int kParts = 6, kVectors = 4;  // q, k, e, the gradient of o, o before, the rate; vectors of the block
-  using Block = RecurrentBlock<Real, kSize, kParts>;
+  static constexpr int kTokenVectors = 6, kBlockVectors = 4;  // q, k, e, the gradient of o, o before, the rate; the block's
+  using Block = RecurrentBlock<Real, kSize, kTokenVectors>;
 
   RecurrentDeltaBackward<Real> of;
 

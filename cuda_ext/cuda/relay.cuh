@@ -32,8 +32,8 @@ FWP_DEVICE void store_lanes(const Product (&from)[blocks], Piece<float>* to) {
   }
 }
 
-// Chunk i of a segment, from 0 on, is that of team i % teams. kMost: teams, at most.
-template <int kRows, int kMost>
+// Chunk i of a segment, from 0 on, is that of team i % teams. kTeamLimit: teams, at most.
+template <int kRows, int kTeamLimit>
 struct Relay {
   using State = Product[kRows / kBlock];
   Piece<float>* state;  // of each warp of a team
@@ -59,7 +59,7 @@ struct Relay {
   }
 
  private:
-  FWP_DEVICE bool passes() const { return kMost > 1 && teams > 1; }
+  FWP_DEVICE bool passes() const { return kTeamLimit > 1 && teams > 1; }
   FWP_DEVICE int baton_of(int team) const { return 1 + teams + team; }
 };
 

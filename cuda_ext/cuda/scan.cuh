@@ -7,9 +7,6 @@
 
 namespace fwp::cuda {
 
-using Input = Tokens;  // zeros if `data` is null
-using Output = Target;
-
 // A rows x columns matrix for each head, or for each head and chunk. Strides can describe a transpose. If `data` is null, an
 // input is zeros and an output is not stored.
 template <typename Real>
@@ -47,22 +44,22 @@ bool in_pieces(const void* data, Type type, Strides... strides) {
 }
 
 // An input or output of a scan for each token.
-struct Source : Input {
+struct Source : InputArray {
   bool by_pieces = false;  // of 16 bytes
   int log_bytes = 0;       // of a number, base 2
 
   Source() = default;
-  Source(const Input& from) : Input(from) {}
+  Source(const InputArray& from) : InputArray(from) {}
   void set_pieces(int width) {
     by_pieces = in_pieces(data, type, width, batch, head, token);
     log_bytes = log2_of(bytes_of(type));
   }
 };
-struct Sink : Output {
+struct Sink : OutputArray {
   bool by_pieces = false;
 
   Sink() = default;
-  Sink(const Output& to) : Output(to) {}
+  Sink(const OutputArray& to) : OutputArray(to) {}
   void set_pieces(int width, int slab_width) { by_pieces = in_pieces(data, type, width, slab_width); }
 };
 

@@ -33,7 +33,7 @@ namespace fwp::cuda {
 
 size_t workspace_bytes(const Call&, bool) { return 0; }
 const char* forward(const Call&, const Inputs&, const Outputs&) { return "no rule"; }
-const char* backward(const Call&, const Inputs&, const Backward&, const Gradients&) { return "no rule"; }
+const char* backward(const Call&, const Inputs&, const BackwardInputs&, const Gradients&) { return "no rule"; }
 const char* map_forward(const Projection& given) { return detail::launch_map<false>(given, nullptr); }
 const char* map_backward(const Projection& given, void* to) { return detail::launch_map<true>(given, to); }
 
@@ -56,7 +56,7 @@ using Only = Passes<Rule::delta>;
 #endif
 size_t workspace_bytes(const Call& call, bool is_backward) { return Only::workspace(call, is_backward); }
 const char* forward(const Call& call, const Inputs& in, const Outputs& to) { return Only::forward(call, in, to); }
-const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+const char* backward(const Call& call, const Inputs& in, const BackwardInputs& more, const Gradients& to) {
   return Only::backward(call, in, more, to);
 }
 
@@ -90,7 +90,7 @@ extern "C" const char* emulator_forward(const Pretended* how, const Call* call, 
   return forward(*call, *in, *to);
 }
 
-extern "C" const char* emulator_backward(const Pretended* how, const Call* call, const Inputs* in, const Backward* more,
+extern "C" const char* emulator_backward(const Pretended* how, const Call* call, const Inputs* in, const BackwardInputs* more,
                                      const Gradients* to) {
   pretend(*how);
   return backward(*call, *in, *more, *to);
@@ -158,9 +158,9 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   arrays.reserve(64);
   const auto make = [&](int64_t count, Type t) -> void* { return arrays.emplace_back(count, t).bytes.data(); };
   const auto view = [&](int64_t width, Type t) {
-    return Tokens{make(tokens * width, t), size.H * size.L * width, size.L * width, width, t};
+    return InputArray{make(tokens * width, t), size.H * size.L * width, size.L * width, width, t};
   };
-  const auto target = [&](int64_t width, Type t) { return Target{make(tokens * width, t), t}; };
+  const auto target = [&](int64_t width, Type t) { return OutputArray{make(tokens * width, t), t}; };
   const auto states = [&](int64_t each) { return make(heads * each * size.Dk * size.Dv, of_state); };
   const Fades fades = fwp::fades_of(rule);
   const bool removes = rule == Rule::removal;
@@ -177,7 +177,7 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
     in.removal_key = view(size.Dk, type), in.removal = view(size.Dk, of_state);
     to.removal_key = target(size.Dk, of_state), to.removal = target(size.Dk, of_state);
   }
-  Backward more;
+  BackwardInputs more;
   if (fwp::erases_of(rule) != Erases::kNothing) more.retrieved = view(size.Dv, of_state);
   if (fades != Fades::kNothing) more.kept = states(size.L / kKeptEvery);
   if (type == Type::bfloat16)

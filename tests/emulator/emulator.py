@@ -92,7 +92,7 @@ class _Sizes(_Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("B", "H", "L", "Dk", "Dv")]
 
 
-class _Tokens(_Structure):
+class _InputArray(_Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
@@ -100,7 +100,7 @@ class _Tokens(_Structure):
     ]
 
 
-class _Target(_Structure):
+class _OutputArray(_Structure):
     _fields_ = [("data", ctypes.c_void_p), ("type", ctypes.c_int), ("tokens_first", ctypes.c_bool)]
 
 
@@ -117,22 +117,22 @@ PARTS = ("q", "k", "v", "head_decay", "key_decay", "value_decay", "rate", "remov
 
 
 class _Inputs(_Structure):
-    _fields_ = [*((name, _Tokens) for name in PARTS), ("state", ctypes.c_void_p)]
+    _fields_ = [*((name, _InputArray) for name in PARTS), ("state", ctypes.c_void_p)]
 
 
 class _Outputs(_Structure):
-    _fields_ = [("out", _Target), *((name, ctypes.c_void_p) for name in ("state", "retrieved", "kept", "segments"))]
+    _fields_ = [("out", _OutputArray), *((to, ctypes.c_void_p) for to in ("state", "retrieved", "kept", "segments"))]
 
 
-class _Backward(_Structure):
+class _BackwardInputs(_Structure):
     _fields_ = [
-        *((name, _Tokens) for name in ("retrieved", "d_out")),
+        *((name, _InputArray) for name in ("retrieved", "d_out")),
         *((name, ctypes.c_void_p) for name in ("kept", "segments", "d_state")),
     ]
 
 
 class _Gradients(_Structure):
-    _fields_ = [*((name, _Target) for name in PARTS), ("state", ctypes.c_void_p)]
+    _fields_ = [*((name, _OutputArray) for name in PARTS), ("state", ctypes.c_void_p)]
 
 
 class _Pretended(_Structure):
@@ -146,15 +146,15 @@ def _fill(structure: type[_Structure], tensors: dict[str, Tensor]) -> _Structure
         x = tensors.get(name)
         if x is None:
             continue
-        if kind is _Tokens:
+        if kind is _InputArray:
             vectors = x.dim() == 3 or x.stride(3) == 1 or x.shape[3] <= 1 or not x.numel()
             assert vectors, "the last dimension must be contiguous"
-            setattr(filled, name, _Tokens(x.data_ptr(), *x.stride()[:3], TYPES[x.dtype]))
+            setattr(filled, name, _InputArray(x.data_ptr(), *x.stride()[:3], TYPES[x.dtype]))
             continue
         tokens_first = name == "out"
         assert (x.transpose(1, 2) if tokens_first else x).is_contiguous()
-        target = _Target(x.data_ptr(), TYPES[x.dtype], tokens_first)
-        setattr(filled, name, target if kind is _Target else x.data_ptr())
+        target = _OutputArray(x.data_ptr(), TYPES[x.dtype], tokens_first)
+        setattr(filled, name, target if kind is _OutputArray else x.data_ptr())
     return filled
 
 
@@ -203,7 +203,7 @@ class Emulator:
         to = {name: x for name, x in to.items() if name != "rate" or "rate" in given}
         more = {name: x for name, x in results.items() if name in ("retrieved", "kept", "segments")}
         more |= {name: x for name, x in zip(("d_out", "d_state"), gradients, strict=True) if x is not None}
-        structures = [_fill(_Inputs, parts), _fill(_Backward, more), _fill(_Gradients, to)]
+        structures = [_fill(_Inputs, parts), _fill(_BackwardInputs, more), _fill(_Gradients, to)]
         self._run(self._library.emulator_backward, rule, given, structures, to, **how)
         of_decay = to.pop("head_decay", to.pop("key_decay", None))
         if "decay" in given:

@@ -20,7 +20,7 @@ const char* launch_recurrent_delta(const Given& given, void* stream) {
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
   using Kernel = Pass<Real, kSize>;
-  const size_t numbers = size_t(kRecurrentAhead * Kernel::kParts + Kernel::kVectors) * kSize;
+  const size_t numbers = size_t(kRecurrentAhead * Kernel::kTokenVectors + Kernel::kBlockVectors) * kSize;
   return launch_blocks(recurrent_delta_kernel<Kernel>, gpu, given.B * given.H, Kernel::Block::kThreads,
                        numbers * sizeof(Real), stream, Kernel{given});
 }
