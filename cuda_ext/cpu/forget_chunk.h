@@ -88,8 +88,10 @@ struct ForgetChunk {
   Tokens<Real> padded_query, padded_reader, padded_fade, padded_value, padded_error, padded_value_fade;
   NextTokens<Real, kChunkTokens, kColumns> next;  // a panel at a time while states change
   Real* scratch;                                  // what is left of it
+  const bool counts;                              // only what it takes
 
-  ForgetChunk(int64_t keys, int64_t values, Real* scratch) : keys(keys), values(values), scratch(scratch) {
+  ForgetChunk(int64_t keys, int64_t values, Real* scratch)
+      : keys(keys), values(values), scratch(scratch), counts(!scratch) {
     state = take_state();
     for (Tokens<Real>* x : {&padded_query, &padded_reader, &padded_fade, &seen_query, &seen_reader, &total})
       *x = take_keys();
@@ -99,19 +101,23 @@ struct ForgetChunk {
       w.with_query = take_rows(kChunkTokens, kChunkTokens), w.with_reader = take_rows(kChunkTokens, kChunkTokens);
     }
     total_of_value = take_rows(1, values);
-    if (!scratch) return;
-    // The padding of tokens in scratch stays zero.
-    if (!whole_panels(keys))
-      for (const Tokens<Real>& x : {padded_query, padded_reader, padded_fade, writer[0].padded_key,
-                                    writer[kWriters - 1].padded_key})
-        clear(x, kChunkTokens);
-    if (!whole_panels(values))
-      for (const Tokens<Real>& x : {padded_value, padded_value_fade}) clear(x, kChunkTokens);
   }
-  Tokens<Real> take_rows(int64_t rows, int64_t columns) { return take(scratch, rows, columns); }
+  // Padding is zero. It takes part in products, where numbers of others may be denormal, and then ten times as slow.
+  Tokens<Real> take_rows(int64_t rows, int64_t columns) {
+    const Tokens<Real> x = take(scratch, rows, columns);
+    const int64_t whole = columns / kLanes<Real> * kLanes<Real>;
+    if (!counts && !whole_panels(columns))
+      for (int64_t t = 0; t < rows; ++t) std::memset(x[t] + whole, 0, (x.stride - whole) * sizeof(Real));
+    return x;
+  }
   Tokens<Real> take_keys() { return take_rows(kChunkTokens, keys); }
   Tokens<Real> take_values() { return take_rows(kChunkTokens, values); }
-  Tokens<Real> take_state() { return take_rows(round_up(keys, std::max(kLanes<Real>, kTileRows)), values); }
+  Tokens<Real> take_state() {
+    const int64_t rows = round_up(keys, std::max(kLanes<Real>, kTileRows));
+    const Tokens<Real> x = take_rows(rows, values);
+    if (!counts) clear(from_row(x, keys), rows - keys);
+    return x;
+  }
   int64_t taken() const { return numbers_taken(scratch); }
 
   void copy_in(Matrix<const Real> from, Tokens<Real> to) const {

@@ -44,7 +44,6 @@ struct ForgetChunkBackward {
     }
     d_total = chunk.take_rows(1, keys), d_total_of_value = chunk.take_rows(1, values);
     faded_at = chunk.take_rows(kChunkTokens, kTileRows * kNarrow * kLanes<Real>);
-    if (scratch && !chunk.whole_panels(values)) clear(padded_d_read, kChunkTokens);
   }
   static int64_t scratch_size(int64_t keys, int64_t values) { return ForgetChunkBackward(keys, values, nullptr).chunk.taken(); }
 
