@@ -7,8 +7,6 @@ import itertools
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from fairseq_fwp.ops.kernels import build
 
 HERE = Path(__file__).parent
