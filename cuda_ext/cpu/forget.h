@@ -15,6 +15,7 @@ struct Kind {
   static constexpr Fades fades = fades_;
   static constexpr Erases erases = erases_;
   static constexpr bool retrieves = erases != Erases::kNothing;
+  static_assert(fades != Fades::kNothing);
 };
 
 // The tokens of one head, from some column on. A member that a rule does not have is null; `rate` may be null, too.
@@ -28,9 +29,15 @@ struct ForgetTokens {
 
   FWP_INLINE Real rate_at(int64_t t) const { return rate.data ? rate[t] : 1; }
   ForgetTokens reversed(int64_t length) const {
-    return {q.reversed(length),           k.reversed(length),          v.reversed(length),
-            key_decay.reversed(length),   value_decay.reversed(length), head_decay.reversed(length),
-            rate.reversed(length),        removal.reversed(length),    removal_key.reversed(length)};
+    return {.q = q.reversed(length),
+            .k = k.reversed(length),
+            .v = v.reversed(length),
+            .key_decay = key_decay.reversed(length),
+            .value_decay = value_decay.reversed(length),
+            .head_decay = head_decay.reversed(length),
+            .rate = rate.reversed(length),
+            .removal = removal.reversed(length),
+            .removal_key = removal_key.reversed(length)};
   }
 };
 

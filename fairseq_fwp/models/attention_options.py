@@ -16,6 +16,7 @@ from fairseq_fwp.modules.attention.hybrid import MIXES
 from fairseq_fwp.modules.attention.read_out import OUTPUT_GATES
 from fairseq_fwp.modules.feature_maps import DRAWS
 from fairseq_fwp.ops.checks import renaming
+from fairseq_fwp.ops.kernels.backend import BACKENDS
 from fairseq_fwp.patches.options import flag, option
 
 
@@ -48,7 +49,7 @@ class MemoryOptions(FairseqDataclass):
         "divide the output by z . q, and the value that delta and fwm retrieve by z . k (Schlag 2021, Eqs. 26-28)",
     )
     norm_read_out: bool = option(False, "apply layer normalisation to the output of each head")
-    fwp_backend: ChoiceEnum(["auto", "kernel", "fla", "reference"]) = option(  # type: ignore[valid-type]
+    fwp_backend: ChoiceEnum([*BACKENDS]) = option(  # type: ignore[valid-type]
         "auto",
         "kernel: C++ and CUDA operators; fla: Triton kernels of fla-core, in half precision on CUDA; reference: their "
         "definition in PyTorch; auto: kernels where they can be built",

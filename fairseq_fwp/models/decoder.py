@@ -17,10 +17,18 @@ from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.models.attention_options import naming_flags
-from fairseq_fwp.models.attentions import ATTENTIONS
 from fairseq_fwp.models.graphs import StepGraphs, TrunkGraphs
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, AdaptiveSoftmax
-from fairseq_fwp.modules.attention.base import NO_MARKS, AnyAttention, Marks, StateTree, detach, reorder, reset
+from fairseq_fwp.modules.attention.base import (
+    NO_MARKS,
+    AnyAttention,
+    Marks,
+    StateTree,
+    detach,
+    register_states,
+    reorder,
+    reset,
+)
 from fairseq_fwp.modules.attention.convolution import TokenShift
 from fairseq_fwp.modules.decoder_layer import DecoderLayer, LayerState
 from fairseq_fwp.modules.decoding import Extra, Sample
@@ -137,16 +145,7 @@ class Decoded(NamedTuple):
     rows: Tensor | None = None
 
 
-STATES: set[type[StateTree]] = {
-    DecoderState,
-    LayerState,
-    *(state for kind in ATTENTIONS.values() for state in kind.module.states),
-}
-# A checkpoint in mid-epoch holds the state of its streams.
-torch.serialization.add_safe_globals([*STATES])
-# Models saved by torch.export.save take and return these states.
-for _state in STATES:
-    torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_state.__name__}")
+register_states(DecoderState, LayerState)
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):

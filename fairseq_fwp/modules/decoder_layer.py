@@ -69,7 +69,7 @@ class DecoderLayer(nn.Module):
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
         if self.self_attn.reads_input:
             x, y = y, x
-        y, after = self.self_attn(y, before, *marks)
+        y, after = self.self_attn(y, before, marks.padding, marks.first, marks.shared)
         if last is not None and self.token_shift is None:
             x, y = x[:, -last:], y[:, -last:]
         x = x + self.dropout(y)

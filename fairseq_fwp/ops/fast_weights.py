@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether kernels keep states for the backward pass."""
+        """Whether kernels keep states for the backward pass: keeps_states() of cuda_ext/rule.h."""
         forgets = self.decay is not None or self.value_decay is not None
         return self.keeps and (forgets or self.removal_key is not None or (self.rate is not None and not self.erases))
 
@@ -97,7 +97,8 @@ def fast_weights(
     """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) for the inputs of :class:`Inputs`."""
     forgets = decay is not None or value_decay is not None or removal_key is not None
     if q.is_cuda and q.dtype == torch.bfloat16 and first is not None and not forgets:
-        decay = q.new_ones(()).expand(v.shape[:3])  # on tensor cores only kernels with decays take several documents
+        # On tensor cores only kernels with decays take several documents. Here, not in C++: they also keep states.
+        decay = q.new_ones(()).expand(v.shape[:3])
     given = (q, k, v, decay, value_decay, rate, removal_key, removal, state, first)
     keeps = needs_gradient(*given) or q.is_cuda
     out, memory, *_ = _forward(*given, erases, keeps)  # kernels on a GPU read the states that they keep

@@ -1,4 +1,10 @@
-"""How operators of PyTorch are defined here."""
+"""How operators of PyTorch are defined here.
+
+Most have a body in Python (`define`), which runs where no library has a kernel: autograd, graphs and fakes know one
+operator on every device. Those of `rows` and `projection` only join what PyTorch computes well, so they are only
+declared. A layer calls the kernel where `suits_kernel` says so. Elsewhere it calls PyTorch's operations, which a
+compiler can join itself.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import update_wrapper

@@ -186,7 +186,7 @@ def _check_form(name: str, step: Callable[..., Tensor], gates: Mapping[str, tupl
     if not isinstance(gates, Mapping):
         raise ValueError(f"{name}: gates must be a mapping of names to shapes, got {gates!r}")
     for gate, shapes in gates.items():
-        if gate in ("q", "k", "v", "state", "first", "backend", "states_after") or not gate.isidentifier():
+        if gate in ("q", "k", "v", "state", *OPTIONS) or not gate.isidentifier():
             raise ValueError(f"{name}: the name of a gate must be an unused identifier, got {gate!r}")
         if not shapes or not all(isinstance(shape, tuple) and {*shape} <= SIZES for shape in shapes):
             raise ValueError(f"{name}: the shapes of {gate} must be a tuple such as (ops.PER_TOKEN,), got {shapes!r}")

@@ -47,11 +47,12 @@ class CarriedState:
         If the block fails, the old state is kept: after running out of memory, a stream continues without that segment.
         """
         segment = None if self.off else segment_of(sample)
-        if segment is None:  # all streams have ended
+        if segment is None:  # nothing is carried, or all streams have ended
             yield sample
             return
         device = sample["net_input"]["src_tokens"].device
-        net_input = {**sample["net_input"], "state": self._go_to(segment["segment"], device).for_rows(segment, device)}
+        before = self._go_to(segment["segment"], device)
+        net_input = {**sample["net_input"], "state": before.for_rows(segment, device)}
         # A hook, because criteria only read the first value that a model returns.
         states: list[State] = []
 

@@ -1,9 +1,11 @@
 """The causal attentions: their papers' equations, numbers of any size, and refusals; laws are in tests/laws."""
 
 import copy
+import io
 import itertools
 import math
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from torch.nn import functional as F
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, FastWeightState, Hybrid, RecurrentDelta, Srwm
+from fairseq_fwp.modules.attention.base import Attention
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import (
     LearnedDistances,
@@ -515,3 +518,19 @@ def test_documents_are_refused_where_they_would_be_mixed(kind):
 def test_an_input_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"x must have shape \(B, L, D\), got \(7, 12\)"):
         build(FAST_WEIGHTS[0])(random(7, DIM))
+
+
+class OwnState(NamedTuple):
+    weights: torch.Tensor
+
+
+def test_a_checkpoint_may_hold_the_state_of_an_attention_of_a_plug_in():
+    """Its class is registered where the attention is defined."""
+
+    class Own(Attention[OwnState]):
+        states = (OwnState,)
+
+    file = io.BytesIO()
+    torch.save(OwnState(torch.ones(2)), file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True)) is Own.states[0]

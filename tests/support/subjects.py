@@ -24,7 +24,7 @@ STEPS = 2  # of delta_product, a token
 
 
 @dataclass(frozen=True)
-class Rule:
+class Subject:
     function: Callable[..., tuple[Tensor, Tensor]]
     reference: Callable[..., tuple[Tensor, Tensor]]
     gates: dict[str, tuple[str, ...]] = field(default_factory=dict)  # arguments next to q, k, v, state; their sizes
@@ -33,9 +33,9 @@ class Rule:
     value: tuple[str, ...] = PER_VALUE
 
 
-def every_form() -> dict[str, Rule]:
+def every_form() -> dict[str, Subject]:
     """Return each rule in each form of its gates, by a name such as gla_by_key: a decay for each dimension of a key."""
-    forms: dict[str, Rule] = {}
+    forms: dict[str, Subject] = {}
     for rule in rules.RULES:
         name, function = rule.name.removesuffix("_rule"), getattr(ops, rule.name)
         for shapes in itertools.product(*rule.gates.values()):
@@ -43,7 +43,7 @@ def every_form() -> dict[str, Rule]:
             by_key = "_by_key" if len(rule.gates.get("decay", ())) > 1 and gates["decay"] == PER_KEY else ""
             reference, kernel = functools.partial(function, backend="reference"), rule.has_kernel
             key = tuple("H" if size == "Hk" else size for size in rule.key)
-            forms[name + by_key] = Rule(function, reference, gates, kernel, key, rule.value)
+            forms[name + by_key] = Subject(function, reference, gates, kernel, key, rule.value)
     return forms
 
 
@@ -56,14 +56,14 @@ IN_FLA = [
 ]
 
 
-def combination(erases: bool = False, **gates: tuple[str, ...]) -> Rule:
+def combination(erases: bool = False, **gates: tuple[str, ...]) -> Subject:
     """Return a case of the family's operator and its step."""
 
     def reference(**given: Any) -> tuple[Tensor, Tensor]:
         made = Inputs(**given, erases=erases)
         return reference_of(made)(*made.tokens, state=made.state, first=made.first)
 
-    return Rule(functools.partial(fast_weights, erases=erases), reference, gates)
+    return Subject(functools.partial(fast_weights, erases=erases), reference, gates)
 
 
 REMOVAL = {"removal_key": PER_KEY, "removal": PER_KEY}

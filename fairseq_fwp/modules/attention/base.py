@@ -36,16 +36,31 @@ class Padded(Protocol):
     def _replace(self, *, padding: Tensor) -> "Padded": ...
 
 
+_registered: set[type[StateTree]] = set()
+
+
+def register_states(*kinds: type[StateTree]) -> None:
+    """Let checkpoints in mid-epoch, and models saved by torch.export.save, hold states of these types."""
+    for kind in {*kinds} - _registered:
+        _registered.add(kind)
+        torch.serialization.add_safe_globals([kind])
+        torch.utils._pytree._register_namedtuple(kind, serialized_type_name=f"fairseq_fwp.{kind.__name__}")
+
+
 class Heads(nn.Module):
     """What all attentions of models have: heads, and what a model asks of their class.
 
     named_as_rule: whether models select it as an update rule, because it has none;
-    states: the types of its state.
+    states: the types of its state, named tuples.
     """
 
     named_as_rule = False
     states: tuple[type[StateTree], ...] = ()
     num_heads: int
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        register_states(*cls.states)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Return x (B, L, D) as (B, H, L, d)."""
