@@ -1,4 +1,4 @@
-// Shared by both devices, with or without ATen: the kinds of rules, their sizes and their tensors.
+// Shared by both devices, with or without ATen: kinds of rules, sizes and tensors, also of rules that run token by token.
 #pragma once
 
 #include <array>

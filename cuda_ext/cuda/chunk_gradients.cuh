@@ -131,7 +131,7 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
     make_d_scores(memory);
     __syncthreads();
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < kChunkBlocks * kRows / kBlock; b += this->warps)
-      give(n, b % kChunkBlocks, b / kChunkBlocks * kBlock, memory);
+      store_gradients(n, b % kChunkBlocks, b / kChunkBlocks * kBlock, memory);
     if constexpr (kDecays) {
       __syncthreads();
       if (this->warp() > 0) return;
@@ -262,7 +262,7 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
   }
 
   // d_q and d_k of token block t, for 16 numbers from `column` on.
-  FWP_DEVICE void give(int64_t n, int t, int column, const Memory& memory) const {
+  FWP_DEVICE void store_gradients(int64_t n, int t, int column, const Memory& memory) const {
     const Scores& scores = memory.scores;  // d_P and d_A by now
     const int row = t * kBlock;
     Product of_query, of_key, erased;
@@ -286,9 +286,9 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
     if constexpr (kDecays) {
       const Decays& decays = memory.decays;
       sum_columns(of_query, erased, of_key, t, column, memory);
-      fade_rows(row, of_query, [&](int t) { return decays.from_start(t); });
-      fade_rows(row, erased, [&](int t) { return decays.from_start(t); });
-      fade_rows(row, of_key, [&](int t) { return decays.to_end(t); });
+      fade_rows(row, of_query, [&](int token) { return decays.from_start(token); });
+      fade_rows(row, erased, [&](int token) { return decays.from_start(token); });
+      fade_rows(row, of_key, [&](int token) { return decays.to_end(token); });
     }
     FWP_UNROLL for (int s = 0; s < kChunkBlocks; ++s) {
       Factor key, query;

@@ -1,23 +1,23 @@
 // The gradients of queries, keys, rates and decays of rules with decays by key, for a chunk, from the state W before it and the
-// gradient G after it. A block has one chunk, a warp 16 numbers of its keys. With K for b K in the terms of what is written, and
-// without erasing V for E,
+// gradient G after it. A block has one chunk, a warp 16 numbers of its keys. B is b K, which writes. With V for E without
+// erasing,
 //
 //     d_P = d_out E^T on and below its diagonal          d_A = -D E^T below its diagonal
-//     d_Q = c (d_out W^T) + d_P (F K)                    of the erasing keys: -c (D W^T) + d_A (F K)
-//     d_K = w (E G^T) + d_P^T (F Q) + d_A^T (F K)        d_c_C = the sums over the rows of G * W
+//     d_Q = c (d_out W^T) + d_P (F B)                    of the erasing keys: -c (D W^T) + d_A (F B)
+//     d_B = w (E G^T) + d_P^T (F Q) + d_A^T (F K)        d_c_C = the sums over the rows of G * W
 //
 // A erases with -K what P reads with Q, and D stands for d_out. So the terms of d_A are those of d_P, computed again for another
-// reader. A removal has two readers, Q and -y, and two writers: K with V, and x with E. So it has these terms four times. -y
+// reader. A removal has two readers, Q and -y, and two writers: B with V, and x with E. So it has these terms four times. -y
 // reads with c-.
 //
 // Where values fade, d_out is c d_out and V is w V in the terms of the states, with z in c and w. In d_c_C, Z * W stands for W.
-// d_P are the scores of d_out and V with z. The gradients of V and z are those of K and a with exchanged arguments. Then d_out, V
-// and z stand for Q, K and a, P for d_P, and the transpose of W for W.
+// d_P are the scores of d_out and V with z. The gradients of V and z are those of B and a with exchanged arguments. Then d_out, V
+// and z stand for Q, B and a, P for d_P, and the transpose of W for W.
 //
 // As in chunk_keys.cuh, the terms with F are products of matrices between groups, for each h. One product Z gives both. In an odd
-// block, Z_t is the sum over s of dP_ts w_s k_s: c_t Z_t is a term of dQ_t, and q_t Z_t is the gradient of c_t. In an even block,
-// Z_s is the sum over t of dP_ts c_t q_t, likewise for dK_s and w_s. The gradients of all c and w, which are products of decays,
-// give those of the decays, step by step in reverse and without divisions.
+// block, Z_t is the sum over s of dP_ts w_s b_s k_s: c_t Z_t is a term of dQ_t, and q_t Z_t is the gradient of c_t. In an even
+// block, Z_s is the sum over t of dP_ts c_t q_t, likewise for the written key and w_s. The gradients of all c and w, which are
+// products of decays, give those of the decays, step by step in reverse and without divisions.
 #pragma once
 
 #include "chunk_key_scores.cuh"
@@ -105,7 +105,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
     }
     put_others(tokens, memory, slice);
     __syncthreads();
-    give(n, tokens, memory);
+    store_gradients(n, tokens, memory);
   }
 
  private:
@@ -501,7 +501,7 @@ struct ChunkKeyGradients : ChunkKeyParallel<kRule, kInputParts> {
     if (own_number() == 0) to[this->warp() * kChunkTokens + token] = x;
   }
 
-  FWP_DEVICE void give(int64_t n, const WarpTokens& tokens, const Memory& memory) const {
+  FWP_DEVICE void store_gradients(int64_t n, const WarpTokens& tokens, const Memory& memory) const {
     this->store_vectors(d_q, n, tokens.query);
     this->store_vectors(d_k, n, tokens.key);
     if (tokens.by_key)

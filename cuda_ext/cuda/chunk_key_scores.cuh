@@ -53,20 +53,20 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kInputParts> {
     tokens.query.load(0, keys.reader);
     tokens.load_keys(0, keys.writer);
     Bfloat16* const to = scores + (this->head() * this->chunks() + n) * Base::kScoreMatrices * kMatrix;
-    give<false, kScoreParts>(keys, memory, 1, to);
+    store_scores<false, kScoreParts>(keys, memory, 1, to);
     if constexpr (kErasesKey) {
       tokens.key.load(0, keys.reader);
-      give_erased<false>(keys, memory, to + Base::kErased * kMatrix);
+      store_erased<false>(keys, memory, to + Base::kErased * kMatrix);
     }
     if constexpr (kRemoves) {
       KeyNumbers written;
       for_numbers([&](int t, int e) { written[t][e] = keys.writer[t][e]; });
       tokens.removal.load(0, keys.writer);
-      give<false, kExactParts>(keys, memory, 1, to + Base::kReadRemoved * kMatrix);
+      store_scores<false, kExactParts>(keys, memory, 1, to + Base::kReadRemoved * kMatrix);
       tokens.load_removal_keys(0, keys.reader);
-      give_erased<true>(keys, memory, to + Base::kErased * kMatrix);
+      store_erased<true>(keys, memory, to + Base::kErased * kMatrix);
       for_numbers([&](int t, int e) { keys.writer[t][e] = written[t][e]; });
-      give<true, kExactParts>(keys, memory, -1, to + Base::kFound * kMatrix);
+      store_scores<true, kExactParts>(keys, memory, -1, to + Base::kFound * kMatrix);
     }
   }
 
@@ -78,7 +78,7 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kInputParts> {
 
   // The scores in parts, times `sign`.
   template <bool kBefore, int parts>
-  FWP_DEVICE void give(const KeySlice& keys, const Memory& memory, float sign, Bfloat16* to) const {
+  FWP_DEVICE void store_scores(const KeySlice& keys, const Memory& memory, float sign, Bfloat16* to) const {
     multiply_tokens<kBefore, parts>(keys, memory);
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += this->warps) {
       Product sum;
@@ -93,11 +93,11 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kInputParts> {
   }
   // Those with what erases, negative, and solved for within each half of the chunk.
   template <bool kBefore>
-  FWP_DEVICE void give_erased(const KeySlice& keys, const Memory& memory, Bfloat16* to) const {
+  FWP_DEVICE void store_erased(const KeySlice& keys, const Memory& memory, Bfloat16* to) const {
     multiply_tokens<kBefore, kExactParts>(keys, memory);
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += this->warps) make_erase(b, memory);
     __syncthreads();
-    give_erase(memory.erase, to);
+    store_erase(memory.erase, to);
   }
 
   template <bool kBefore, int parts>
@@ -176,7 +176,7 @@ struct ChunkKeyScores : ChunkKeyParallel<kRule, kInputParts> {
     __syncwarp();
     if (b < kChunkBlocks && lane() < kBlock) Base::invert(memory.erase, b, lane());
   }
-  FWP_DEVICE void give_erase(const Scores& from, Bfloat16* to) const {
+  FWP_DEVICE void store_erase(const Scores& from, Bfloat16* to) const {
     constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
     FWP_UNROLL for (int m = 0; m < kExactParts; ++m)
       FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix / per_piece; at += this->warps * kWarp)

@@ -1,8 +1,8 @@
 // The states of rules with decays by key, from chunk to chunk, and what is read from them; chunk_keys.cuh has the equations. In
 // reverse, the same pass has the gradient G of the state after a chunk, and D is the gradient of E:
 //
-//     gla, gated delta   D = P^T d_out + (w K) G - A^T D   d_V = D     G before the chunk = c_C G + (c Q)^T d_out - (c K)^T D
-//     removal            D = X^T d_out + (w x) G - Y^T D   d_V = P^T d_out + (w K) G - R^T D
+//     gla, gated delta   D = P^T d_out + (w B) G - A^T D   d_V = D     G before the chunk = c_C G + (c Q)^T d_out - (c K)^T D
+//     removal            D = X^T d_out + (w x) G - Y^T D   d_V = P^T d_out + (w B) G - R^T D
 //                                                          G before the chunk = c_C G + (c Q)^T d_out - (c- y)^T D
 //
 // Where values fade, V and d_out do on their way into the state and its gradient, and d_V is computed with the other gradients.
@@ -270,10 +270,10 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     before_writes();
     // W = c_C W + (w K)^T E, of a removal with V, and + (w x)^T E. In reverse G = c_C G + (c Q)^T d_out - (c K)^T D, or c- y.
     if constexpr (kFadesValues) {
-      fade_values(n, chunk, memory, read, state, [&] { give(i, relay, state); });
+      fade_values(n, chunk, memory, read, state, [&] { hand_over(i, relay, state); });
     } else {
       change(memory, value, error_parts, state);
-      give(i, relay, state);
+      hand_over(i, relay, state);
     }
     if constexpr (Base::kMostTeams > 1) read_chunk();
     if (gives_results) chunk.value.typed([&](const auto& through) {
@@ -283,7 +283,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
   }
 
   // The state after chunk i, to where it is needed.
-  FWP_DEVICE void give(int i, const Turns& relay, State& state) const {
+  FWP_DEVICE void hand_over(int i, const Turns& relay, State& state) const {
     const int64_t n = chunk_of(i);
     const bool is_last = kReverse ? n == this->begin() : n + 1 == this->end();
     relay.give(is_last, this->team(), this->warp(), state);
@@ -344,7 +344,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
     }
   }
 
-  // The state after the chunk, for give(), and what is read, where values fade.
+  // The state after the chunk, for hand_over(), and what is read, where values fade.
   template <typename F>
   FWP_DEVICE void fade_values(int64_t n, const Stage& chunk, const OfTeam& memory, Product (&read)[kChunkBlocks],
                               State& state, F give) const {
@@ -383,7 +383,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
           state[i][h][e] *= memory.total[i * kBlock + 8 * h + pair() + e % 2] * total[e / 2];
       add_write<false>(write, memory.writer(), i, state[i]);
     }
-    give();
+    hand_over();
     if constexpr (kReads) {
       KeyNumbers x;
       scratch.template exchange<false>(read, x);

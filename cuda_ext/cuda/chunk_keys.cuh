@@ -1,5 +1,5 @@
 // Shared by the passes on the tensor cores with decays by key, 32 tokens at a time. ../rule.h has the symbols. F_ts, c, w and c_C
-// are vectors along the keys; B is b K, which the files of the passes call K. A removal reads with y before the decay of its
+// are vectors along the keys; B is b K, which writes. A removal reads with y before the decay of its
 // token, so F_(t-1)s and c- (F_before, c_before) stand for F_ts and c there, and what y retrieves is -E. Only where nothing is
 // erased do values fade (Z, z_C).
 //

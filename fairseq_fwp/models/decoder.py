@@ -271,7 +271,10 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         return self._read(tokens, state, last, first)
 
     def step(self, tokens: Tensor, state: DecoderState | None, start: int) -> tuple[Tensor, DecoderState]:
-        """Return the same in incremental decoding, for tokens (B, L) that follow `start` tokens of the prefix."""
+        """Return the same in incremental decoding, for tokens (B, L) that follow `start` tokens of the prefix.
+
+        Subclasses that read by segments use `start`.
+        """
         return self._read(tokens, state, decoding=True)
 
     def _continue(self, decoded: Decoded, tokens: Tensor, scored: bool) -> tuple[Tensor, DecoderState]:
