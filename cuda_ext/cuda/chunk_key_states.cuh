@@ -347,7 +347,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
   // The state after the chunk, for hand_over(), and what is read, where values fade.
   template <typename F>
   FWP_DEVICE void fade_values(int64_t n, const Stage& chunk, const OfTeam& memory, Product (&read)[kChunkBlocks],
-                              State& state, F give) const {
+                              State& state, F hand_over_state) const {
     WarpScratch<kResultParts>& scratch = memory.scratch[this->warp()];
     KeySlice values;
     chunk.value.typed([&](const auto& v) {
@@ -383,7 +383,7 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kRule, kInputParts> {
           state[i][h][e] *= memory.total[i * kBlock + 8 * h + pair() + e % 2] * total[e / 2];
       add_write<false>(write, memory.writer(), i, state[i]);
     }
-    hand_over();
+    hand_over_state();
     if constexpr (kReads) {
       KeyNumbers x;
       scratch.template exchange<false>(read, x);
