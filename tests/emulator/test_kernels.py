@@ -10,8 +10,8 @@ from support.pairwise import looped
 from support.subjects import COMBINATIONS, at_odd_offset, check_errors, relative_error
 from test_cuda import CHUNK_SHAPES, MEMORY
 
+from fairseq_fwp.kernel_checks import LONG
 from fairseq_fwp.ops.fast_weights import segments_of
-from fairseq_fwp.ops.kernels.self_check import LONG
 
 every_rule = pytest.mark.parametrize("rule", CASES)
 
