@@ -48,13 +48,15 @@ struct ChunkBackward : ChunkPass<kRows, kErasesKey, kDecays> {
         : scores(carver, kExactParts, kErasesKey ? kExactParts : 0),
           d_rate(carver.take<float>(kRates ? kChunkWarps * kChunkTokens : 0)), stages(carver, pass) {}
   };
+  // Of put_starts(), in its order.
+  enum { kQueryStart, kKeyStart, kDOutStart, kValueStart, kRateStart, kDecayStart, kDocuments, kStarts };
   struct Memory {
     const char** starts;
     Turns relay;
     Copies<OfTeam, ChunkBackward> of_teams;
 
     FWP_BOTH Memory(Carver& carver, const ChunkBackward& pass)
-        : starts(carver.take<const char*>(7)), relay(carver, pass.warps, pass.teams), of_teams(carver, pass, pass.teams) {}
+        : starts(carver.take<const char*>(kStarts)), relay(carver, pass.warps, pass.teams), of_teams(carver, pass, pass.teams) {}
   };
 
   FWP_DEVICE void run() const {
@@ -78,7 +80,7 @@ struct ChunkBackward : ChunkPass<kRows, kErasesKey, kDecays> {
       memory.relay.wait_for_team(team);
       if (kRates && of_team > 0) this->store_sums(d_rate, last_chunk - i + this->teams, own.d_rate);
       if (i + this->teams < chunks) next = fill(memory.starts, own.stages[of_team + 1], last_chunk - i - this->teams);
-      run_chunk(i, memory.starts[3], chunk, own, memory.relay, g);
+      run_chunk(i, memory.starts[kValueStart], chunk, own, memory.relay, g);
     }
     if constexpr (kRates) {
       memory.relay.wait_for_team(team);
@@ -88,12 +90,12 @@ struct ChunkBackward : ChunkPass<kRows, kErasesKey, kDecays> {
 
  private:
   FWP_DEVICE Scalars fill(const char* const* starts, const Stage& to, int64_t n) const {
-    this->bring_keys(this->query, starts[0], n, to.query);
-    this->bring_keys(this->key, starts[1], n, to.key);
-    this->bring_values(d_out, starts[2], n, to.d_out);
-    if constexpr (kRates && !kErasesKey) this->bring_values(value, starts[3], n, to.value);
+    this->bring_keys(this->query, starts[kQueryStart], n, to.query);
+    this->bring_keys(this->key, starts[kKeyStart], n, to.key);
+    this->bring_values(d_out, starts[kDOutStart], n, to.d_out);
+    if constexpr (kRates && !kErasesKey) this->bring_values(value, starts[kValueStart], n, to.value);
     commit_copies();
-    return this->ask(starts[4], starts[5], starts[6], n, this->thread());
+    return this->ask(starts[kRateStart], starts[kDecayStart], starts[kDocuments], n, this->thread());
   }
 
   // The chunk before which i are between it and the end of the segment: the transposes of d_U and D, and the gradient of the

@@ -65,13 +65,15 @@ struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
     FWP_BOTH OfTeam(Carver& carver, const ChunkForward& pass)
         : scores(carver, kTokenParts, kErasesKey ? kExactParts : 0), stages(carver, pass) {}
   };
+  // Of put_starts(), in its order.
+  enum { kQueryStart, kKeyStart, kValueStart, kRateStart, kDecayStart, kDocuments, kStarts };
   struct Memory {
     const char** starts;  // see put_starts()
     Turns relay;
     Copies<OfTeam, ChunkForward> of_teams;
 
     FWP_BOTH Memory(Carver& carver, const ChunkForward& pass)
-        : starts(carver.take<const char*>(6)), relay(carver, pass.warps, pass.teams), of_teams(carver, pass, pass.teams) {}
+        : starts(carver.take<const char*>(kStarts)), relay(carver, pass.warps, pass.teams), of_teams(carver, pass, pass.teams) {}
   };
 
   FWP_DEVICE void run() const {
@@ -93,17 +95,17 @@ struct ChunkForward : ChunkPass<kRows, kErasesKey, kDecays> {
       memory.relay.wait_for_team(team);
       if (i + this->teams < chunks)
         next = fill(memory.starts, own.stages[of_team + 1], this->begin() + i + this->teams);
-      run_chunk(i, memory.starts[2], chunk, own.scores, memory.relay, state);
+      run_chunk(i, memory.starts[kValueStart], chunk, own.scores, memory.relay, state);
     }
   }
 
  private:
   FWP_DEVICE Scalars fill(const char* const* starts, const Stage& to, int64_t n) const {
-    this->bring_keys(this->query, starts[0], n, to.query);
-    this->bring_keys(this->key, starts[1], n, to.key);
-    if (!kErasesKey || !rebuilds()) this->bring_values(value, starts[2], n, to.value);
+    this->bring_keys(this->query, starts[kQueryStart], n, to.query);
+    this->bring_keys(this->key, starts[kKeyStart], n, to.key);
+    if (!kErasesKey || !rebuilds()) this->bring_values(value, starts[kValueStart], n, to.value);
     commit_copies();
-    return this->ask(starts[3], starts[4], starts[5], n, this->thread());
+    return this->ask(starts[kRateStart], starts[kDecayStart], starts[kDocuments], n, this->thread());
   }
 
   FWP_DEVICE bool rebuilds() const { return !kDecays && states.data; }

@@ -97,6 +97,8 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
   StateGradients<kRows, kDecays> gradients;
   OutputArray d_q, d_k, d_decay;
 
+  // Of put_starts(), in its order.
+  enum { kQueryStart, kKeyStart, kDOutStart, kDStart, kValueStart, kRateStart, kDecayStart, kDocuments, kStarts };
   struct Memory {
     const char** starts;
     Shared query, key, d_out, d, value, write;  // write: U, the value itself if it has no rate
@@ -108,7 +110,7 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
     DecayGradient d_decay;
 
     FWP_BOTH Memory(Carver& carver, const ChunkGradients& pass)
-        : starts(carver.take<const char*>(8)), query(carver.matrix(kChunkTokens, kRows)),
+        : starts(carver.take<const char*>(kStarts)), query(carver.matrix(kChunkTokens, kRows)),
           key(carver.matrix(kChunkTokens, kRows)), d_out(carver.matrix(kChunkTokens, pass.block_columns())),
           d(carver.matrix(kErasesKey ? kChunkTokens : 0, pass.block_columns())),
           value(carver.matrix(kErasesKey ? 0 : kChunkTokens, pass.block_columns())),
@@ -136,18 +138,18 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
       __syncthreads();
       if (this->warp() > 0) return;
       const float found = memory.d_decay.find(memory.decays, kRows / kBlock, this->warps);
-      this->store_scalar(d_decay, n, this->begins(memory.starts[7], n) ? 0 : found);
+      this->store_scalar(d_decay, n, this->begins(memory.starts[kDocuments], n) ? 0 : found);
     }
   }
 
  private:
   FWP_DEVICE void load(int64_t n, const Memory& memory) const {
     this->put_starts({&this->query, &this->key, &d_out, &d, &value, &this->rate, &this->decay}, memory.starts);
-    this->bring_keys(this->query, memory.starts[0], n, memory.query);
-    this->bring_keys(this->key, memory.starts[1], n, memory.key);
-    bring_columns(d_out, memory.starts[2], n, memory.d_out);
-    if constexpr (kErasesKey) bring_columns(d, memory.starts[3], n, memory.d);
-    if constexpr (!kErasesKey) bring_columns(value, memory.starts[4], n, memory.value);
+    this->bring_keys(this->query, memory.starts[kQueryStart], n, memory.query);
+    this->bring_keys(this->key, memory.starts[kKeyStart], n, memory.key);
+    bring_columns(d_out, memory.starts[kDOutStart], n, memory.d_out);
+    if constexpr (kErasesKey) bring_columns(d, memory.starts[kDStart], n, memory.d);
+    if constexpr (!kErasesKey) bring_columns(value, memory.starts[kValueStart], n, memory.value);
     const int64_t at = this->head() * this->chunks() + n;
     if constexpr (kDecays) {
       const int64_t index = n > 0 ? this->head() * (this->size.length / kChunkTokens) + n - 1 : this->head();
@@ -158,7 +160,8 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
       bring_matrix(gradients, at, memory.g);
     }
     commit_copies();
-    this->put_scalars(this->ask(memory.starts[5], memory.starts[6], memory.starts[7], n, this->thread()), memory);
+    const char* const* const starts = memory.starts;
+    this->put_scalars(this->ask(starts[kRateStart], starts[kDecayStart], starts[kDocuments], n, this->thread()), memory);
     wait_copies<0>();
   }
   FWP_DEVICE void bring_columns(const Brought& from, const char* start, int64_t n, const Shared& to) const {
@@ -186,7 +189,7 @@ struct ChunkGradients : ChunkPass<kRows, kErasesKey, kDecays, 1> {
   }
   // b E, or b V.
   FWP_DEVICE void put_writes(int64_t n, const Memory& memory) const {
-    const float* const errors = in_global_memory(reinterpret_cast<const float*>(memory.starts[4])) +
+    const float* const errors = in_global_memory(reinterpret_cast<const float*>(memory.starts[kValueStart])) +
                                 n * kChunkTokens * this->size.columns;
     const int tokens = this->count(n), columns = this->size.columns, width = this->block_columns();
     FWP_UNROLL_BY(4) for (int i = this->thread(); i < kChunkTokens * width; i += this->warps * kWarp) {

@@ -74,7 +74,7 @@ class CausalAttention(FairseqIncrementalDecoder):
         super().__init__(dictionary=None)  # the base class of fairseq's own attention, for the state of each module
         self.attention = attention
         self.num_heads = attention.num_heads
-        self.head_dim = attention.head_dim
+        self.head_dim = attention.value_dim
 
     def forward(
         self,
@@ -128,7 +128,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
                 f"{cfg.decoder_update_rule}"
             )
         q_k, v, *_ = attention.in_proj.weight.split([*attention.columns.values()])
-        draw_projections(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
+        draw_projections(q_k.chunk(2), v, attention.out_proj, attention.value_dim, attention.feature_map)
         return CausalAttention(attention)
 
     def build_encoder_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:

@@ -58,7 +58,7 @@ def convert_attention(
     scores = (v.shape[0] // heads) ** -0.5 * (1 if feature_map.positive else SCORE_SCALE)
     q = q * (scores / feature_map.scale**2)
     # Spans follow singular values, even with as many features as dimensions.
-    if attention.key_dim != attention.head_dim or initialisation.by_singular_values:
+    if attention.key_dim != attention.value_dim or initialisation.by_singular_values:
         q, k = fewer_features(q, k, attention.num_heads, attention.key_dim)
     q, k, v = initialisation.start(attention, q, k, v)
     if attention.rule.steps > 1:

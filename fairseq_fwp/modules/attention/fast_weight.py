@@ -108,7 +108,7 @@ class FastWeightAttention(Attention[FastWeightState]):
     ) -> None:
         super().__init__()
         self.key_dim = key_dim = head_size(embed_dim, num_heads, key_dim)
-        self.head_dim = value_dim = head_size(embed_dim, num_heads, value_dim, "value_dim")
+        self.value_dim = value_dim = head_size(embed_dim, num_heads, value_dim, "value_dim")
         self.num_heads = num_heads
         self.value_heads = value_heads = heads_of_values(num_heads, value_heads)
         rule = find_rule(update_rule)
@@ -224,7 +224,7 @@ class FastWeightAttention(Attention[FastWeightState]):
         queries_keys, v = mixed if self.convolution is None else mixed[0].split(self.mixed_columns, -1)
         v = v if self.convolution is None else F.silu(v)
         queries_keys = queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim))
-        v = v.unflatten(-1, (-1, self.value_heads, self.head_dim))
+        v = v.unflatten(-1, (-1, self.value_heads, self.value_dim))
         if self.overflows and v.dtype == torch.float16:
             v = at_least_float32(v)
         features = self.feature_map(queries_keys)
@@ -248,7 +248,7 @@ class FastWeightAttention(Attention[FastWeightState]):
     def state_size(self, length: int, carried: bool = False) -> int:
         # Without z, as in Schlag et al. 2021, App. F.
         recent = 0 if self.convolution is None else self.convolution.weight[:, 1:].numel()
-        return self.value_heads * self.feature_map.feature_dim * self.head_dim + recent
+        return self.value_heads * self.feature_map.feature_dim * self.value_dim + recent
 
     def extra_repr(self) -> str:
         normalizations = [*self.key_normalizations, self.memory.normalization]
@@ -276,7 +276,7 @@ class FastWeightAttention(Attention[FastWeightState]):
         name, norms = kernel_name(self.feature_map), [norm.form for norm in self.key_normalizations]
         if name is None or len(norms) > 1 or self.memory.backend not in ("auto", "kernel"):
             return None
-        values = self.rule.steps, self.value_heads, self.head_dim
+        values = self.rule.steps, self.value_heads, self.value_dim
         # The kernel follows a convolution, without the gates.
         plain = [Part(*values), *map(self.gates.part, self.rule.gates)]
         parts = plain if self.convolution is None else [Part(*values, "silu")]
