@@ -11,7 +11,7 @@ Schema, fake implementation, checks and autograd of all rules with kernels are h
 of a key, Dv size of a value.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -105,14 +105,29 @@ def fast_weights(
     return out, memory
 
 
-def check_terms(terms: Terms, gates: Mapping[str, tuple[Shape, ...]]) -> None:
+def check_terms(rule: str, terms: Terms, gates: Mapping[str, tuple[Shape, ...]]) -> None:
     """Raise ValueError for terms that are not in the equation, or not of such gates. gates: as of `Rule`."""
+    if not isinstance(terms, Mapping):
+        raise ValueError(f"{rule}: as_fast_weights must be a function or the gate of each term, got {terms!r}")
     for term, gate in terms.items():
         if term == "erases" and isinstance(gate, bool):
             continue
         if term not in OPTIONAL or gate not in gates or not {*gates[str(gate)]} <= {*OPTIONAL[term]}:
             known = ", ".join(f"{name} {' or '.join(map(str, shapes))}" for name, shapes in OPTIONAL.items())
-            raise ValueError(f"as_fast_weights must give gates of these shapes: {known}; got {term!r}: {gate!r}")
+            got = f"{term!r}: {gate!r} of {gates.get(str(gate), 'no shape')}"
+            raise ValueError(f"{rule}: as_fast_weights must give gates of these shapes: {known}; got {got}")
+    _check_combination(f"{rule}: as_fast_weights", terms, bool(terms.get("erases")))
+
+
+def _check_combination(where: str, terms: Collection[str], erases: bool) -> None:
+    """Raise ValueError for optional inputs that do not go together."""
+    removes = "removal_key" in terms
+    if removes != ("removal" in terms):
+        raise ValueError(f"{where}: removal_key and removal must be given together, got only one")
+    if erases and removes:
+        raise ValueError(f"{where}: erases must be False with removal_key and removal, got True")
+    if "value_decay" in terms and ("rate" in terms or erases or removes):
+        raise ValueError(f"{where}: value_decay must be None with a rate, erasing or removal, got a tensor")
 
 
 def reference_of(inputs: Inputs) -> Callable[..., Results]:
@@ -131,13 +146,7 @@ def reference_of(inputs: Inputs) -> Callable[..., Results]:
 
 
 def _check(inputs: Inputs) -> None:
-    if (inputs.removal_key is None) != (inputs.removal is None):
-        raise ValueError("fast_weights: removal_key and removal must be given together, got only one")
-    removes = inputs.removal_key is not None
-    if inputs.erases and removes:
-        raise ValueError("fast_weights: erases must be False with removal_key and removal, got True")
-    if inputs.value_decay is not None and (inputs.rate is not None or inputs.erases or removes):
-        raise ValueError("fast_weights: value_decay must be None with a rate, erasing or removal, got a tensor")
+    _check_combination("fast_weights", [x for x in OPTIONAL if getattr(inputs, x) is not None], inputs.erases)
     shapes = {"q": (SHARED_KEY,), "k": (SHARED_KEY,), "v": (PER_VALUE,), **OPTIONAL}
     tensors = {name: (getattr(inputs, name), shapes[name]) for name in shapes if getattr(inputs, name) is not None}
     check_arguments("fast_weights", tensors, inputs.state, inputs.first)

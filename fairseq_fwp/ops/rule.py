@@ -62,7 +62,7 @@ class Rule:
         if as_fast_weights is None:
             self._call_operator = make_operator(self)
         elif not callable(as_fast_weights):
-            check_terms(as_fast_weights, gates)
+            check_terms(name, as_fast_weights, gates)
             self._erases = bool(as_fast_weights.get("erases"))
             self._places = {term: [*gates].index(str(x)) for term, x in as_fast_weights.items() if term != "erases"}
         self._one_shape = [(i, len(shapes[0])) for i, shapes in enumerate(gates.values()) if len(shapes) == 1]
@@ -192,6 +192,11 @@ def _check_form(name: str, step: Callable[..., Tensor], gates: Mapping[str, tupl
             raise ValueError(f"{name}: the shapes of {gate} must be a tuple such as (ops.PER_TOKEN,), got {shapes!r}")
 
 
+def _expect_rule(rule: object) -> None:
+    if not isinstance(rule, Rule):
+        raise TypeError(f"the rule must be an ops.Rule, got {type(rule).__name__}")
+
+
 def states_after(
     rule: Rule,
     ends: Sequence[int],
@@ -205,6 +210,7 @@ def states_after(
     ends: n ascending numbers of tokens, in [1, L]; each costs one more call. The other arguments are the rule's. Raises
     TypeError and ValueError for other numbers, and what the rule raises.
     """
+    _expect_rule(rule)
     tokens, state = rule.bind(arguments, named)
     rule.check(*tokens, state=state, first=first)
     length = tokens[0].shape[2]
@@ -212,7 +218,7 @@ def states_after(
         places = [0, *map(index, ends), length]
     except TypeError:
         raise TypeError(f"{rule.name}: the ends must be a list of integers, got {ends!r}") from None
-    if places != sorted({*places[:-1]}) + [length]:
+    if places[:-1] != sorted({*places[:-1]}) or not 0 <= places[-2] <= length:
         raise ValueError(f"{rule.name}: the ends must be ascending numbers in [1, {length}], got {places[1:-1]}")
     outs, states = [], []
     for piece in starmap(slice, pairwise(places)):
@@ -228,8 +234,7 @@ def explain(rule: Rule, q: Tensor, v: Tensor) -> str:
 
     Like the first call, it builds and checks the kernels. Raises TypeError for a function that is not an ops.Rule.
     """
-    if not isinstance(rule, Rule):
-        raise TypeError(f"the rule must be an ops.Rule, got {type(rule).__name__}")
+    _expect_rule(rule)
     kernel = _refusal(rule._choose, "kernel", q, v)
     fla_too = _refusal(fla.check_inputs, rule.name, q, v) or "it runs only with backend='fla'"
     other = f"not the kernel: {kernel}" if kernel else "not the reference: it runs only with backend='reference'"

@@ -95,6 +95,13 @@ def test_the_list_of_arguments():
     assert all(torch.equal(x, y) for x, y in zip(by_name, by_position, strict=True))
 
 
+@looped("ends", [[0], [5], [3, 5], [3, 3], [3, 2], [True, 9]])
+def test_states_after_numbers_of_tokens_that_are_not_there(ends):
+    said = re.escape(f"delta_rule: the ends must be ascending numbers in [1, 4], got {[*map(int, ends)]}")
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        ops.states_after(ops.delta_rule, ends, **sample_inputs("delta", SHAPE))
+
+
 @looped("rule", WITH_KERNEL)
 def test_the_kernel_itself_refuses_what_it_would_read_beyond(rule):
     """The operator is called directly, without the checks in Python."""

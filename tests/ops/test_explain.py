@@ -84,3 +84,5 @@ def test_a_gpu_and_a_transform(monkeypatch):
     assert found.endswith("not fla: it runs only with backend='fla'")
     with pytest.raises(TypeError, match=r"^the rule must be an ops\.Rule, got function$"):
         ops.explain(ops.mlstm_rule, q, q)
+    with pytest.raises(TypeError, match=r"^the rule must be an ops\.Rule, got function$"):
+        ops.states_after(ops.mlstm_rule, [1], q, q, q)
