@@ -99,7 +99,7 @@ def test_a_rule_says_what_is_wrong_with_its_form():
     with pytest.raises(ValueError, match="leaky: as_fast_weights must be a function or the gate of each term, got 3"):
         ops.Rule("leaky", leaky, KEEP, 3)
     fades = {"z": (ops.PER_VALUE,), "b": (ops.PER_TOKEN,)}
-    with pytest.raises(ValueError, match="^leaky: as_fast_weights: value_decay must be None with a rate"):
+    with pytest.raises(ValueError, match=r"^leaky: as_fast_weights: value_decay must be None with a rate"):
         ops.Rule("leaky", leaky, fades, {"value_decay": "z", "rate": "b"})
     with pytest.raises(ValueError, match="must be an identifier such as my_rule, got None"):
         ops.Rule(None, leaky, KEEP)
