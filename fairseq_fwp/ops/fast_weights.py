@@ -112,8 +112,9 @@ def check_terms(rule: str, terms: Terms, gates: Mapping[str, tuple[Shape, ...]])
     for term, gate in terms.items():
         if term == "erases" and isinstance(gate, bool):
             continue
-        if term not in OPTIONAL or gate not in gates or not {*gates[str(gate)]} <= {*OPTIONAL[term]}:
+        if term not in OPTIONAL or str(gate) not in gates or not {*gates[str(gate)]} <= {*OPTIONAL[term]}:
             known = ", ".join(f"{name} {' or '.join(map(str, shapes))}" for name, shapes in OPTIONAL.items())
+            known += ", erases True or False"
             got = f"{term!r}: {gate!r} of {gates.get(str(gate), 'no shape')}"
             raise ValueError(f"{rule}: as_fast_weights must give gates of these shapes: {known}; got {got}")
     _check_combination(f"{rule}: as_fast_weights", terms, bool(terms.get("erases")))

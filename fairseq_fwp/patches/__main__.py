@@ -28,7 +28,7 @@ def what_runs(symbol: str) -> str:
     try:
         owner, name = place = _defined_at(symbol)
         own = inspect.unwrap(getattr(owner, name))
-    except (AttributeError, StopIteration, ValueError) as error:
+    except (AttributeError, ImportError, StopIteration, ValueError) as error:
         example = "fairseq.checkpoint_utils.load_checkpoint"
         raise ValueError(f"the symbol must be a name of fairseq, such as {example}, got {symbol}") from error
     named = [entry for entry in PATCHES if entry.symbol.rpartition(".")[2] == name]

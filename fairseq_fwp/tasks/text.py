@@ -95,6 +95,10 @@ class TextBlocks(MonolingualDataset):
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def ordered_indices(self) -> np.ndarray:
+        """Return the blocks in the order of the text."""
+        return np.arange(len(self))
+
 
 def document_starts(text: JoinedLines, dictionary: Dictionary, separator: str) -> np.ndarray:
     """Return the starts of documents that end with the symbol `separator` or an empty line (`BLANK_LINE`)."""

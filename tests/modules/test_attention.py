@@ -534,3 +534,12 @@ def test_a_checkpoint_may_hold_the_state_of_an_attention_of_a_plug_in():
     torch.save(OwnState(torch.ones(2)), file)
     file.seek(0)
     assert type(torch.load(file, weights_only=True)) is Own.states[0]
+
+
+def test_a_state_of_a_plug_in_may_have_the_name_of_one_of_ours():
+    of_plug_in = NamedTuple("FastWeightState", [("weights", torch.Tensor)])
+    type("Alike", (Attention,), {"states": (of_plug_in,)})
+    assert torch.utils._pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE["fairseq_fwp.FastWeightState"] is FastWeightState
+    for wrong in (of_plug_in, (torch.Tensor,), (tuple,)):
+        with pytest.raises(TypeError, match="must be a tuple of named tuples, got "):
+            type("Wrong", (Attention,), {"states": wrong})

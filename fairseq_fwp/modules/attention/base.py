@@ -40,11 +40,20 @@ _registered: set[type[StateTree]] = set()
 
 
 def register_states(*kinds: type[StateTree]) -> None:
-    """Let checkpoints in mid-epoch, and models saved by torch.export.save, hold states of these types."""
-    for kind in {*kinds} - _registered:
+    """Let checkpoints in mid-epoch, and models saved by torch.export.save, hold states of these types.
+
+    Raises TypeError for types that are no named tuples.
+    """
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
+            raise TypeError(f"the states of an attention must be a tuple of named tuples, got {kind!r} among them")
+        if kind in _registered:
+            continue
         _registered.add(kind)
         torch.serialization.add_safe_globals([kind])
-        torch.utils._pytree._register_namedtuple(kind, serialized_type_name=f"fairseq_fwp.{kind.__name__}")
+        package = kind.__module__.partition(".")[0]
+        module = package if package == "fairseq_fwp" else kind.__module__  # ours keep their names if they move
+        torch.utils._pytree._register_namedtuple(kind, serialized_type_name=f"{module}.{kind.__qualname__}")
 
 
 class Heads(nn.Module):
@@ -60,6 +69,8 @@ class Heads(nn.Module):
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
+        if not isinstance(cls.states, tuple):
+            raise TypeError(f"the states of an attention must be a tuple of named tuples, got {cls.states!r}")
         register_states(*cls.states)
 
     def split_heads(self, x: Tensor) -> Tensor:

@@ -39,6 +39,12 @@ class GeneratedSequences(FairseqDataset):
         assert self.count is not None
         return self.count
 
+    def num_tokens(self, index: int) -> int:
+        """Tokens, or pairs, of a sequence."""
+        return self.length
+
+    size = num_tokens
+
 
 class Associations(GeneratedSequences):
     """Pairs of num_keys keys and as many values.
