@@ -1,5 +1,6 @@
 """The causal attentions: their papers' equations, numbers of any size, and refusals; laws are in tests/laws."""
 
+import collections
 import copy
 import io
 import itertools
@@ -537,7 +538,7 @@ def test_a_checkpoint_may_hold_the_state_of_an_attention_of_a_plug_in():
 
 
 def test_a_state_of_a_plug_in_may_have_the_name_of_one_of_ours():
-    of_plug_in = NamedTuple("FastWeightState", [("weights", torch.Tensor)])
+    of_plug_in = collections.namedtuple("FastWeightState", "weights")
     type("Alike", (Attention,), {"states": (of_plug_in,)})
     assert torch.utils._pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE["fairseq_fwp.FastWeightState"] is FastWeightState
     for wrong in (of_plug_in, (torch.Tensor,), (tuple,)):
