@@ -11,9 +11,8 @@ from torch import Tensor
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, Mapped
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.ops import projection
+from fairseq_fwp.ops import projection, recurrent_delta
 from fairseq_fwp.ops.kernels.self_check import LIMITS, Compared, KernelCheck, Named, check_in_child
-from fairseq_fwp.ops.recurrent_delta import recurrent_delta
 from fairseq_fwp.ops.rule import Rule
 from fairseq_fwp.ops.rules import RULES
 
@@ -65,13 +64,13 @@ class RuleCheck(NamedTuple):
 class RecurrentDeltaCheck:
     """The check of `recurrent_delta`."""
 
-    name = "recurrent_delta"
+    name = recurrent_delta.NAME
 
     def compare(self, device: torch.device) -> Iterator[Compared]:
         """Yield results of the kernel, those of the definition in float64, and the dtype."""
 
         def run(backend: str, *tokens: Tensor, state: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-            return recurrent_delta(*tokens, memory=state, first=first, backend=backend)[:2]
+            return recurrent_delta.recurrent_delta(*tokens, memory=state, first=first, backend=backend)[:2]
 
         for length, dim in ((70, 16), (35, 20), (35, 64)):
             out, state = [2, length, 2, dim], [2, 2, dim, dim]

@@ -22,7 +22,7 @@ MOST_RANDOM_NUMBERS = 8192
 ACTIVATIONS = ("none", "sigmoid", "silu")  # Activation there
 
 _compute = declare(
-    "map_projection",
+    NAME,
     "(Tensor projected, Tensor? random, str map, str norm, bool adds, int[] sizes, float[] numbers) -> Tensor[]",
 )
 

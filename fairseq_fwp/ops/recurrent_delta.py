@@ -19,6 +19,7 @@ from .kernels.backend import kernel_ready, warn_of_size
 from .operator import Context, define, is_transformed, needs_gradient, refuse_double_backward
 from .sequential import FIRST, PADDING, check_inputs, marks_of, without_padding
 
+NAME = "recurrent_delta"  # for the check before the first use
 GREATEST = {"cuda": 64}  # d: kGreatestRecurrentDelta of cuda_ext/cuda/recurrent_delta.cuh
 
 
@@ -78,7 +79,7 @@ def _lacks_kernel(output: Tensor, required: bool) -> bool:
     kind, device = output.device.type, str(output.device)
     if kind not in ("cpu", "cuda") or warn_of_size(output, output, required, GREATEST):
         return True
-    return kind in self_check.CHECKED and self_check.warn_of_fault("recurrent_delta", device, required)
+    return kind in self_check.CHECKED and self_check.warn_of_fault(NAME, device, required)
 
 
 def definition(
@@ -111,7 +112,7 @@ def definition(
 _INPUTS = "Tensor x, Tensor? weights, Tensor? z, Tensor memory, Tensor output, Tensor? marks, bool keeps"
 
 
-@define("recurrent_delta", f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+@define(NAME, f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
 def _forward(x: Tensor, weights: Tensor | None, z: Tensor | None, memory: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """Return o, the memory, and for the backward pass q, k, e and b of each token, and the memory of each chunk.
 

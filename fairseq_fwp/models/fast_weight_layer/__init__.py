@@ -21,12 +21,10 @@ at the start, model.py the language model.
 Shapes: B batch, L tokens, M positions with a loss, D embed_dim, F hidden_dim.
 """
 
-import torch
-
 from fairseq_fwp.models.fast_weight_layer.layer import GRADIENTS_AT, FastWeightLayer
 from fairseq_fwp.models.fast_weight_layer.update import FAST_WEIGHTS, FastWeightLayerState, Gradients
+from fairseq_fwp.modules.attention.base import register_states
 
 __all__ = ["FAST_WEIGHTS", "GRADIENTS_AT", "FastWeightLayer", "FastWeightLayerState", "Gradients"]
 
-# A checkpoint in mid-epoch holds the state of its streams.
-torch.serialization.add_safe_globals([FastWeightLayerState, Gradients])
+register_states(FastWeightLayerState, Gradients)
